@@ -14,6 +14,7 @@ from megamoe.ops.functions import (
     quantize,
     scaled_grouped_mm,
 )
+from megamoe.ops.machines import sm_margin
 
 __all__ = [
     "grouped_mlp",
@@ -23,4 +24,5 @@ __all__ = [
     "grouped_mm_wgrad",
     "quantize",
     "scaled_grouped_mm",
+    "sm_margin",
 ]

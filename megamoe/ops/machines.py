@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from megamoe.backends.emulate.emulation import run_alone
 from megamoe.backends.emulate.memory import encode_emulated
 from megamoe.backends.mega.launches import PAIR_CTAS, why_not
 from megamoe.core import env
+from megamoe.core.errors import ArgumentError
 from megamoe.jit import abi
 from megamoe.jit.grouped import GroupedVariant
 from megamoe.launch.launches import (
@@ -26,6 +28,32 @@ from megamoe.launch.table import Encoder
 
 logger = logging.getLogger("megamoe")
 Fill = Callable[[Any, Encoder], None]  # (zeroed argument of its launch, encoder of maps)
+_margins: list[int] = []
+
+
+@contextmanager
+def sm_margin(num_sms: int) -> Iterator[None]:
+    """Leave SMs of the GPU to other kernels, in calls of all threads inside `with`: backward passes run in their own.
+
+    Args:
+        num_sms: How many. A launch has at least one pair of CTAs. Outside: MEGAMOE_RESERVE_SMS, or 0.
+
+    Raises:
+        ArgumentError: `num_sms` is no number of SMs.
+    """
+    if type(num_sms) is not int or num_sms < 0:
+        raise ArgumentError("num_sms", repr(num_sms), "an int, 0 or more")
+    _margins.append(num_sms)
+    try:
+        yield
+    finally:
+        _margins.pop()
+
+
+def _grid(num_sms: int) -> int:
+    """Return the CTAs of a launch on so many SMs."""
+    margin = _margins[-1] if _margins else env.reserve_sms() or 0
+    return max(num_sms - margin, PAIR_CTAS) // PAIR_CTAS * PAIR_CTAS
 
 
 class Gpu:
@@ -33,30 +61,34 @@ class Gpu:
 
     def __init__(self, ordinal: int) -> None:
         self._ordinal = ordinal
-        self._launchers: dict[GroupedVariant, Any] = {}
+        self._launchers: dict[tuple[GroupedVariant, int], Any] = {}
 
     def run(self, variant: GroupedVariant, fill: Fill) -> None:
-        """Launch one kernel. The first launch of a variant loads it, and cannot be captured."""
+        """Launch one kernel. The first launch of a variant, or grid, loads it and cannot be captured."""
         from megamoe.jit.driver import use_device
         from megamoe.jit.tensormap import encode
 
         with launch_lock, on_device(torch.device("cuda", self._ordinal)):
             use_device(self._ordinal)  # a thread of autograd has no context before its first launch
-            launcher = self._launchers.get(variant)
+            key = variant, _grid(self._num_sms)
+            launcher = self._launchers.get(key)
             if launcher is None:
-                launcher = self._launchers[variant] = self._load(variant)
+                launcher = self._launchers[key] = self._load(*key)
             args = launcher.argument
             ctypes.memset(ctypes.addressof(args), 0, ctypes.sizeof(args))
             fill(args, encode)
             launcher.launch(current_stream_handle(self._ordinal))
 
-    def _load(self, variant: GroupedVariant) -> Any:
+    @cached_property
+    def _num_sms(self) -> int:
         from megamoe.jit.driver import device_attribute
+
+        return device_attribute(self._ordinal, "MULTIPROCESSOR_COUNT")
+
+    def _load(self, variant: GroupedVariant, grid: int) -> Any:
         from megamoe.jit.module import Launcher, load_kernel
 
-        refuse_capture(f"run {variant} once before CUDA graph capture")
-        sms = device_attribute(self._ordinal, "MULTIPROCESSOR_COUNT")
-        grid = sms // PAIR_CTAS * PAIR_CTAS
+        refuse_capture(f"run {variant} on {grid} SMs once before CUDA graph capture")
         kernel = load_kernel(variant, self._ordinal)
         return Launcher(kernel, grid, abi.aligned(abi.LAUNCHES[variant.launch]), cooperative=False)
 
@@ -70,7 +102,7 @@ class Fibers:
         """Run one kernel to its end."""
         args = abi.aligned(abi.LAUNCHES[variant.launch])
         fill(args, encode_emulated)
-        run_alone(variant, args, self.num_ctas, self.seed)
+        run_alone(variant, args, _grid(self.num_ctas), self.seed)
 
 
 fibers = Fibers()

@@ -12,6 +12,7 @@ from megamoe import ops
 from megamoe.backends.emulate.emulation import EmulationError
 from megamoe.backends.reference.backward import activation_gradient
 from megamoe.core.config import ACTIVATIONS, KINDS, Activation
+from megamoe.core.errors import ArgumentError
 from megamoe.formats.quantization import (
     dequantize_blockwise,
     dequantize_rows,
@@ -93,6 +94,35 @@ def test_rows_and_weights_stay_where_they_are():
     x, w = rand(rows, 2 * H)[:, H:], rand(num, 64, 3 * H)[:, :, 16 : H + 16]
     near(ops.grouped_mm(x, w.mT, offs=offs), exact(x, w.mT, offs))
     assert ops.grouped_mm(x[:0], w.mT, offs=offs * 0).shape == (0, 64)
+
+
+def test_sms_are_left_to_others(monkeypatch):
+    """Launches inside `with`, the backward pass's too, have fewer CTAs: the same bits; a pair is the least."""
+    grids: list[int] = []
+    run = machines.run_alone
+    monkeypatch.setattr(
+        machines, "run_alone", lambda v, a, grid, seed: (grids.append(grid), run(v, a, grid, seed))
+    )
+    offs, num, rows = case([70, 0, 200])
+    x, w = rand(rows, 64).requires_grad_(), rand(num, 64, 264)
+    expected = ops.grouped_mm(x, w, offs=offs)
+    with ops.sm_margin(2):
+        out = ops.grouped_mm(x, w, offs=offs)
+        out.sum().backward()
+        with ops.sm_margin(400):
+            assert torch.equal(ops.grouped_mm(x, w, offs=offs), expected)
+        with ops.sm_margin(1):
+            ops.grouped_mm(x, w, offs=offs)
+    assert torch.equal(out, expected)
+    monkeypatch.setenv("MEGAMOE_RESERVE_SMS", "2")
+    ops.grouped_mm(x, w, offs=offs)
+    assert grids == [4, 2, 2, 2, 2, 2]
+    for wrong in (-1, 1.0, None, True):
+        with (
+            pytest.raises(ArgumentError, match="num_sms is .*, expected an int"),
+            ops.sm_margin(wrong),
+        ):
+            pass
 
 
 def test_one_expert_without_offs():

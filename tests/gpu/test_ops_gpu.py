@@ -68,6 +68,18 @@ def test_the_kernel_is_what_runs():
     assert isinstance(machine_of(DEVICE, GroupedVariant("product")), Gpu)
 
 
+def test_sms_are_left_to_others():
+    offs, groups, rows = case()
+    x, w = rand(rows, 264), rand(groups, 264, 136)
+    expected = ops.grouped_mm(x, w, offs=offs)
+    for margin in (1, 32, 1000):
+        with ops.sm_margin(margin):
+            assert torch.equal(ops.grouped_mm(x, w, offs=offs), expected)
+    grids = {grid for _, grid in machine_of(DEVICE, GroupedVariant("product"))._launchers}
+    assert 2 in grids
+    assert len(grids) >= 3
+
+
 def test_a_new_thread_has_a_context():
     """As the first product of an autograd thread, whose maps are encoded before anything of torch ran there."""
     offs, groups, rows = case()
