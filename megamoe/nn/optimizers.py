@@ -47,15 +47,13 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
 
 def _check_broadcasts(optimizer: Any) -> None:
     """Raise RankMismatch if a rank's experts would be broadcast over those of others."""
-    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
     ranks = dist.get_process_group_ranks(optimizer.process_group)
-    for layer in _layers:
-        mixed = layer.place.mixed(ranks)
-        if mixed and not stepped.isdisjoint(map(id, layer.parameters())):
-            raise RankMismatch(
-                f"ZeroRedundancyOptimizer has experts, of which ranks {mixed} hold different ones, and would "
-                "broadcast one rank's to the others: give experts an optimizer of their own"
-            )
+    mixed = {id(p) for layer in _layers if layer.place.mixed(ranks) for p in layer.parameters()}
+    if any(id(p) in mixed for group in optimizer.param_groups for p in group["params"]):
+        raise RankMismatch(
+            f"ZeroRedundancyOptimizer would broadcast experts to ranks {ranks}, which hold different "
+            "ones: give experts an optimizer of their own"
+        )
 
 
 def _converted(loads: bool, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

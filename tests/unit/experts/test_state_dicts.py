@@ -415,7 +415,7 @@ def test_what_cannot_be_right_is_refused(results):
         "broadcast into FSDP2": "is FSDP2's own shard, as set_model_state_dict",
         "a rank's file alone": "is experts [0, 2) of 4, expected [0, 4) of 4",
         "a mesh apart": "ExpertRows of a state dict is used by aten.lerp",
-        "ZeRO": "RankMismatch: ZeroRedundancyOptimizer has experts, of which ranks [",
+        "ZeRO": "RankMismatch: ZeroRedundancyOptimizer would broadcast experts to ranks [0, 1, 2, 3]",
         "ZeRO of copies": "None",  # they hold the same experts
         "distribute": "num_experts is 6, expected a multiple of 4 ranks",
     }
