@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
+from bench.demo.curves import paired
 from bench.hosts.model import Fabric, predict
 from bench.memory_model.predict import Machine, rows_of_experts
 from bench.memory_model.predict import predict as predict_bytes
@@ -426,8 +427,8 @@ def transformers() -> str:
 def apart() -> tuple[float, float]:
     """Return how far losses of four seeds are apart in %, in the mean, and the standard error of that."""
     ours, theirs = (values(PRINTED, "value", of=of) for of in ("megamoe", "transformers"))
-    each = [100 * (a / b - 1) for a, b in zip(ours, theirs, strict=True)]
-    return statistics.mean(each), statistics.stdev(each) / len(each) ** 0.5
+    average, error = paired(ours, theirs)
+    return 100 * average, 100 * error
 
 
 def seeds() -> str:

@@ -1,8 +1,9 @@
 """Plant bugs in Python, one at a time, and see whether tests notice: `python tests/mutants.py --seed 44 --number 40`.
 
 The seed draws them from all of megamoe/ and jit/, before anybody reads a test: an operator, a constant, an argument or
-a call of a function becomes another. Each is planted in a copy of the tree. The tests of its room run, then those of
-the rooms that use it, until one fails. A mutant that survives is equivalent, or a test is missing.
+a call of a function becomes another. Each is planted in a copy of the tree. Files of tests that name the function or
+its module run first, then all tests of its room and of the rooms that use it, until one fails. A mutant that survives
+is equivalent, or a test is missing. `make libraries` has the tests of most adapters.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import ast
 import copy
 import os
 import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -23,13 +25,13 @@ PYTHON = ROOT / ".venv" / "bin" / "python"
 # Tests of a room, then of those that see it.
 SEEN_IN = {
     "core": "core formats launch backends",
-    "formats": "formats launch layer backends",
+    "formats": "formats launch layer backends emulate",
     "group": "group backends nn",
     "jit": "jit launch",
-    "launch": "launch backends layer",
+    "launch": "launch backends layer emulate",
     "window": "window launch backends",
-    "backends": "backends launch layer group",
-    "ops": "ops",
+    "backends": "backends launch layer group emulate",
+    "ops": "ops emulate",
     "experts": "experts nn layer",
     "layer": "layer nn experts group",
     "nn": "nn layer experts tools",
@@ -129,19 +131,34 @@ def planted(text: str, node: ast.AST) -> str:
     return (text.encode()[:begin] + new.encode() + text.encode()[end:]).decode()
 
 
-def verdict(tree: Path, room: str, seconds: float) -> str:
+def stages(tree: Path, room: str, path: Path, function: str):
+    """Yield what pytest runs: first the files that name what changed, then all of each room."""
+    tests = tree / "tests"
+    rooms = [
+        tests / name if name == "emulate" else tests / "unit" / name
+        for name in SEEN_IN[room].split()
+    ]
+    *_, package, module = path.with_suffix("").parts
+    names = re.compile(rf"\b({function}|{package}\.{module}|{package} import .*{module})\b")
+    files = [file for folder in rooms for file in sorted(folder.glob("test_*.py"))]
+    if near := [file for file in files if names.search(file.read_text())]:
+        yield near
+    yield from ([folder] for folder in rooms)
+
+
+def verdict(tree: Path, room: str, path: Path, function: str, seconds: float) -> str:
     """Return the first test that failed, or how the tests ended without."""
     environment = os.environ | {"PYTHONPATH": str(tree), "CUDA_VISIBLE_DEVICES": ""}
     deadline = time.monotonic() + seconds
-    for tests in SEEN_IN[room].split():
-        command = [PYTHON, "-m", "pytest", "-q", "-x", "-n", "2", f"tests/unit/{tests}"]
+    for tests in stages(tree, room, path, function):
+        command = [PYTHON, "-m", "pytest", "-q", "-x", "-n", "2", *tests]
         try:
             left = max(1.0, deadline - time.monotonic())
             run = subprocess.run(
                 command, cwd=tree, env=environment, capture_output=True, text=True, timeout=left
             )
         except subprocess.TimeoutExpired:
-            return f"NO ANSWER in {seconds:g} s, in {tests}"
+            return f"NO ANSWER in {seconds:g} s, in {tests[0].name}"
         if run.returncode:
             failed = [
                 line for line in run.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))
@@ -187,10 +204,11 @@ def main() -> None:
                     continue
                 copied = tree / path.relative_to(ROOT)
                 copied.write_text(planted(text, node))
-                said = verdict(tree, room, options.seconds)
+                begin = time.monotonic()
+                said = verdict(tree, room, path.relative_to(ROOT), function, options.seconds)
                 copied.write_text(text)
                 counts[said.partition(":")[0]] = counts.get(said.partition(":")[0], 0) + 1
-                print(f"    {said}", flush=True)
+                print(f"    {said} ({time.monotonic() - begin:.0f} s)", flush=True)
         finally:
             subprocess.run(["git", "-C", ROOT, "worktree", "remove", "--force", tree], check=True)
     print(counts)

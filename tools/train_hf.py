@@ -8,7 +8,8 @@
 The model is built from a configuration: 107 M parameters on GPUs, tiny on a CPU. Both runs begin with the same weights
 and read the text of tools/train_step.py. It prints tokens per second, peak memory and losses of both. Whole curves
 diverge by chance, because training amplifies the order of sums. So the check compares single steps along the run: both
-models take the run's parameters and the same routes, and loss and gradients must be equal.
+models take the run's parameters and the same routes, and loss and gradients must be equal. Several --seeds show how far
+final losses are apart in the mean.
 """
 
 import sys
@@ -27,7 +28,9 @@ def main() -> int:
     add("--backend", default="auto", choices=("auto", "staged", "mega", "emulate", "reference"))
     add("--compare", metavar="NAME", help="experts_implementation; grouped_mm on GPUs, or eager")
     add("--steps", type=int, help="training steps; default 300 on GPUs, 60 on a CPU")
-    add("--seed", type=int, default=1)
+    add(
+        "--seeds", type=int, nargs="+", default=[1], help="seeds of runs that are compared in pairs"
+    )
     add("--curves", type=Path, metavar="PNG", help="picture of the losses of both runs, with a CSV")
     add(
         "--generate",
@@ -40,7 +43,8 @@ def main() -> int:
         "--loss-tolerance",
         type=float,
         default=5e-3,
-        help="largest allowed difference of losses, in nats",
+        help="largest allowed difference in nats between losses of one step, which both models take "
+        "from equal parameters; final losses are printed and not judged",
     )
     add(
         "--gradient-tolerance",

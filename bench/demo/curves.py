@@ -66,12 +66,9 @@ def summarize(found: Losses, say: Callable[..., None]) -> bool:
     say(f"final losses, mean of the last {WINDOW} steps and of {len(base)} seeds, nats per byte:")
     good = True
     for kind, of_seeds in finals.items():
-        each = [own / other - 1 for own, other in zip(of_seeds, base, strict=True)]
-        apart = statistics.mean(each)
+        apart, error = paired(of_seeds, base)
         text = f"{' '.join(kind)}: {statistics.mean(of_seeds):.4f}, {apart:+.2%} from {' '.join(kinds[0])}"
-        if len(each) > 1 and kind != kinds[0]:
-            squares = sum((one - apart) ** 2 for one in each)  # of NaN too, unlike stdev()
-            error = (squares / (len(each) - 1) / len(each)) ** 0.5
+        if len(base) > 1 and kind != kinds[0]:
             text += f", standard error {error:.2%}"
         if PRECISIONS[kind[1]].w.scaled:
             close = abs(apart) <= FP8_TOLERANCE  # NaN is not
@@ -79,6 +76,14 @@ def summarize(found: Losses, say: Callable[..., None]) -> bool:
             text = f"{'PASS' if close else 'FAIL'}: {text}, tolerance {FP8_TOLERANCE:.1%}"
         say(f"  {text}")
     return good
+
+
+def paired(values: Sequence[float], base: Sequence[float]) -> tuple[float, float]:
+    """Return the mean relative difference of pairs, and its standard error, which is NaN for one pair."""
+    each = [own / other - 1 for own, other in zip(values, base, strict=True)]
+    apart, n = statistics.mean(each), len(each)
+    squares = sum((one - apart) ** 2 for one in each)  # of NaN too, unlike stdev()
+    return apart, (squares / (n - 1) / n) ** 0.5 if n > 1 else float("nan")
 
 
 def final_loss(losses: list[float]) -> float:

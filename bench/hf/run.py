@@ -1,6 +1,7 @@
 """tools/train_hf.py: the same model trained with megamoe's experts and with transformers' own, step against step."""
 
 import argparse
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,9 @@ from torch import Tensor
 
 import megamoe
 from bench.demo.checks import report
-from bench.demo.curves import Key, draw, final_loss, read, write
+from bench.demo.curves import Key, draw, final_loss, paired, read, write
 from bench.demo.model import ModelConfig, shared_corpus
-from bench.demo.training import Recipe, Setup
+from bench.demo.training import WINDOW, Recipe, Setup
 from bench.hf.generate import Decoder
 from bench.hf.model import CPU_SIZES, GPU_SIZES, OURS, Sizes, saved_model
 from bench.hf.training import Run, compare, train
@@ -37,7 +38,7 @@ def setup_of(args: argparse.Namespace, me: Rank) -> tuple[Setup, Sizes]:
         batch=sizes.batch * me.size,
         steps=steps,
         learning_rate=1e-3 if on_gpu else 3e-3,
-        seed=args.seed,
+        seed=args.seeds[0],
     )
     return Setup(recipe, shared_corpus(), me.device, dist.group.WORLD, {}), sizes
 
@@ -71,27 +72,33 @@ def worker(me: Rank, args: argparse.Namespace) -> int:
     other = own_experts(args.compare, me)
     backend = choose_backend(args.backend, sizes, me)
     experts = adapter.register(backend=backend, max_tokens=sizes.batch * sizes.context)
-    with saved_model(sizes, args.seed, me) as folder:
-        runs, title = {}, header()
-        for name in (OURS, other):
-            runs[name] = run = train(folder, name, setup, me, lambda: experts.num_layers)
+    found: dict[Key, Run] = {}
+    good, title = True, header()
+    for seed in args.seeds:
+        setup, runs = replace(setup, recipe=replace(setup.recipe, seed=seed)), {}
+        with saved_model(sizes, seed, me) as folder:
+            for name in (OURS, other):
+                runs[name] = run = train(folder, name, setup, me, lambda: experts.num_layers)
+                me.print(
+                    f"{name}: {run.tokens_per_s(setup):,.0f} tokens/s, {run.peak}, loss "
+                    f"{run.losses[0]:.3f} -> {final_loss(run.losses):.3f} nats per byte, seed {seed}"
+                )
+                found[name, "bf16", seed] = Run(run.losses, run.seconds)
+                if me.is_first and args.curves is not None:  # each time: a later run may be cut off
+                    write_curves(args.curves, found, setup, title)
+                experts.close()
+            called = [run.called for run in runs.values()] == [sizes.layers, 0]
             me.print(
-                f"{name}: {run.tokens_per_s(setup):,.0f} tokens/s, {run.peak}, loss "
-                f"{run.losses[0]:.3f} -> {final_loss(run.losses):.3f} nats per byte"
+                f"{'PASS' if called else 'FAIL'}: {runs[OURS].called} of {sizes.layers} layers by "
+                f"megamoe, {runs[other].called} in the other run"
             )
-            if me.is_first and args.curves is not None:  # each time: the later run may be cut off
-                write_curves(args.curves, runs, setup, title)
+            tolerances = args.loss_tolerance, args.gradient_tolerance
+            checks = compare(folder, other, setup, runs[OURS], me, tolerances)
             experts.close()
-        good = [run.called for run in runs.values()] == [sizes.layers, 0]
-        me.print(
-            f"{'PASS' if good else 'FAIL'}: {runs[OURS].called} of {sizes.layers} layers by megamoe,"
-            f" {runs[other].called} in the other run"
-        )
-        tolerances = args.loss_tolerance, args.gradient_tolerance
-        checks = compare(folder, other, setup, runs[OURS], me, tolerances)
-        experts.close()
-    if me.is_first:
-        good &= report(checks, f"those with {other}")
+        good &= called
+        if me.is_first:
+            good &= report(checks, f"those with {other}")
+    me.print(f"final losses, mean of the last {WINDOW} steps: {difference(found, other)}")
     if me.is_first and args.curves is not None:
         draw_curves(args.curves)
     if me.is_first and args.generate:
@@ -101,9 +108,19 @@ def worker(me: Rank, args: argparse.Namespace) -> int:
     return int(not good)
 
 
-def write_curves(path: Path, runs: dict[str, Run], setup: Setup, title: str) -> None:
+def difference(found: dict[Key, Run], other: str) -> str:
+    """Return how far our final losses are from those of the other experts, seed by seed."""
+    ours, theirs = (
+        [final_loss(run.losses) for key, run in found.items() if key[0] == name]
+        for name in (OURS, other)
+    )
+    apart, error = paired(ours, theirs)
+    stated = f", standard error {error:.2%}" if len(ours) > 1 else ""
+    return f"{OURS} {apart:+.2%} from {other}{stated}, {len(ours)} seeds"
+
+
+def write_curves(path: Path, by_key: dict[Key, Run], setup: Setup, title: str) -> None:
     """Write the CSV of a picture: losses, each step's seconds and the tokens of all ranks in it."""
-    by_key: dict[Key, Run] = {(n, "bf16", setup.recipe.seed): run for n, run in runs.items()}
     losses = {key: run.losses for key, run in by_key.items()}
     tokens = setup.recipe.batch * setup.recipe.model.context
     more: dict[str, dict[Key, Any]] = {

@@ -19,7 +19,7 @@ NAN_SCALE = 255
 LARGEST_EXPONENT = 2  # of e2m1: 6 = 1.5 * 2^2
 _SCALES = (torch.uint8, torch.float8_e8m0fnu)
 # How many of e4m3's exponents a block can use when its largest number becomes 384: a `plain` block needs no rounding.
-_PLAIN_BINADES, _LEAST_LARGEST = 11, 7
+_PLAIN_BINADES = 11
 
 
 def _power(exponent: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ def arrange_scales(plain: Tensor, planes: int = 1) -> Tensor:
     largest = scales.amax(-1)
     header = scales.new_zeros((*scales.shape[:3], FP4_HEADER))
     header[..., 0] = largest
-    header[..., 1] = largest.int().clamp_min(_LEAST_LARGEST) - least <= _PLAIN_BINADES
+    header[..., 1] = largest.int() - least <= _PLAIN_BINADES
     return torch.cat((header, scales), dim=-1)
 
 

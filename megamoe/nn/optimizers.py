@@ -10,11 +10,12 @@ from functools import partial
 from typing import Any
 from weakref import WeakSet
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_map_only
 
-from megamoe.core.errors import ArgumentError
+from megamoe.core.errors import ArgumentError, RankMismatch
 from megamoe.core.uncompiled import uncompiled
 from megamoe.experts.shards import Place, span
 
@@ -35,11 +36,24 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
     """See an optimizer's first step, which torch's get_optimizer_state_dict() makes where none was."""
     if optimizer in _seen:
         return
+    if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
+        _check_broadcasts(optimizer)
     _seen.add(optimizer)
     optimizer.register_state_dict_post_hook(partial(_converted, False))
     optimizer.register_load_state_dict_pre_hook(partial(_converted, True))
     given = {"state": optimizer.state, "param_groups": optimizer.param_groups}  # loaded before
     optimizer.state.update(_converted(True, optimizer, given)["state"])
+
+
+def _check_broadcasts(optimizer: Any) -> None:
+    """Raise RankMismatch if a rank's experts would be broadcast over those of others."""
+    ranks = dist.get_process_group_ranks(optimizer.process_group)
+    mixed = {id(p) for layer in _layers if layer.place.mixed(ranks) for p in layer.parameters()}
+    if any(id(p) in mixed for group in optimizer.param_groups for p in group["params"]):
+        raise RankMismatch(
+            f"ZeroRedundancyOptimizer would broadcast experts to ranks {ranks}, which hold different "
+            "ones: give experts an optimizer of their own"
+        )
 
 
 def _converted(loads: bool, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

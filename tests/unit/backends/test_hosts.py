@@ -27,6 +27,9 @@ from fake_hosts import (
 from outcomes import outcome
 from torch.distributed.device_mesh import init_device_mesh
 
+from megamoe import Problem
+from megamoe.backends.hosts.backend import chunks_of
+from megamoe.group.hosts import Hosts
 from megamoe.testing import launch
 
 CASES = {
@@ -34,6 +37,8 @@ CASES = {
     "chunks": Case(over={"chunks": 3}),
     "static": Case(over={"exchange": "static", "chunks": 2}),
     "more chunks than tokens": Case((2, 1, 3), over={"chunks": 5}),
+    "more chunks than tokens, static": Case((2, 1, 3), over={"chunks": 5, "exchange": "static"}),
+    "top_k 1, static": Case(layer={"top_k": 1}, over={"exchange": "static"}),
     "fp8": Case(layer=FP8, over={"chunks": 2}),
     "some have no tokens": Case((0, 9, 5, 0), over={"chunks": 2}),
     "some have no tokens, static": Case((0, 9, 5, 0), over={"exchange": "static"}),
@@ -163,6 +168,20 @@ def test_bits_are_equal():
 def test_bits_of_many_tokens_and_100_repeats_are_equal(backend):
     repeats = 100 if backend == "reference" else 3
     assert launch(of_bits, 4, MANY, backend, repeats, timeout_s=300) == [[]] * 4
+
+
+# --- chunks ---
+
+
+@pytest.mark.parametrize(
+    ("hosts", "tokens", "experts", "chunks"),
+    [(2, 8192, 64, 4), (6, 8192, 64, 6), (6, 4095, 64, 2), (6, 1023, 64, 1), (2, 8192, 1024, 2)],
+)
+def test_large_calls_have_a_chunk_for_each_host_and_512_rows_for_each_expert(
+    hosts, tokens, experts, chunks
+):
+    problem = Problem(1024, 512, experts, 8, ep_size=8 * hosts, max_tokens=tokens)
+    assert chunks_of(problem, Hosts(tuple("abcdef"[:hosts]), 8), None) == chunks
 
 
 # --- bytes on the wire ---

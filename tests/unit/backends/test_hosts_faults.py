@@ -4,6 +4,7 @@ import os
 import socket
 import time
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from fake_hosts import Case, along, be_on_host, inputs, made, step
 from programs import fresh
 
 from bench.hosts import spin
-from megamoe import Problem, RankMismatch
+from megamoe import MegaMoEError, Problem, ProtocolTimeout, RankMismatch
 from megamoe.backends.call import Call
 from megamoe.group.order import Mark
 from megamoe.testing import launch, make_inputs, make_weights
@@ -307,6 +308,31 @@ def test_what_a_device_has_seen_stays_until_a_host_looks():
     for late in (lambda: backend.forward(call), backend.check):
         with pytest.raises(RankMismatch, match=r"forward of layer 2 .*forward of layer 1"):
             late()
+
+
+@pytest.mark.parametrize("exchange", ["exact", "static"])
+def test_the_backend_inside_a_host_is_told_what_a_layer_is_told(exchange):
+    problem, cpu = Problem(64, 64, 4, 2, max_tokens=16), torch.device("cpu")
+    backend = spin.over_hosts(problem, 2, "reference", cpu, None, chunks=2, exchange=exchange)
+    with pytest.raises(MegaMoEError, match="needs a call of the layer before it"):
+        backend.statistics()
+    backend.inner, backend.links = inner, links = mock.Mock(), mock.Mock(broken=None)
+    inner.check.side_effect = ProtocolTimeout("rank 1 is late")
+    links.host.size, links.host.label.return_value = 2, "rank 4 on b"
+    with pytest.raises(ProtocolTimeout, match="is late .on this host rank 0 is rank 4 on b"):
+        backend.check()
+    backend.planner.abort = mock.Mock()
+    backend.abort(error := ValueError("planted"))
+    links.end_incident.assert_called_once_with("this rank raised planted")
+    links.broken = "planted"
+    backend.abort(ValueError("another"))  # of a layer that is broken: the others know
+    links.refuse.assert_called_once_with(error)
+    inner.abort.assert_called_once_with(error)
+    backend.reset()
+    inner.reset.assert_called_once_with()
+    backend.close()
+    inner.close.assert_called_once_with()
+    assert backend.needs_close is inner.needs_close
 
 
 RIGHT = ("after reset()", "new layer", "old layer", "after own", "after static", "after order")

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel
 
@@ -310,6 +311,12 @@ def refused(meshes):
     apart = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "other"))
     fully_shard(shard, mesh=DeviceMesh.from_group(apart.get_group("copies"), "cpu"))
     found["a mesh apart"] = tried(lambda: shard.state_dict()["w13"].lerp(torch.ones(()), 0.5))
+    for name, group in (
+        ("ZeRO", dist.group.WORLD),
+        ("ZeRO of copies", meshes.all["copies"].get_group()),
+    ):
+        zero = ZeroRedundancyOptimizer(net.moe.parameters(), torch.optim.SGD, group, lr=1e-2)
+        found[name] = tried(zero.step)
     found["distribute"] = tried(lambda: meshes.made("EP4", 6)[0].moe.distribute(meshes.world))
     return found
 
@@ -408,6 +415,8 @@ def test_what_cannot_be_right_is_refused(results):
         "broadcast into FSDP2": "is FSDP2's own shard, as set_model_state_dict",
         "a rank's file alone": "is experts [0, 2) of 4, expected [0, 4) of 4",
         "a mesh apart": "ExpertRows of a state dict is used by aten.lerp",
+        "ZeRO": "RankMismatch: ZeroRedundancyOptimizer would broadcast experts to ranks [0, 1, 2, 3]",
+        "ZeRO of copies": "None",  # they hold the same experts
         "distribute": "num_experts is 6, expected a multiple of 4 ranks",
     }
     for _, found, _ in results:

@@ -147,6 +147,14 @@ def test_a_checkpoint_with_interleaved_rows_is_read_in_place() -> None:
     assert torch.equal(again.dense(p, torch.float32).w13, dense.w13)
 
 
+def test_a_rank_without_experts_reads_none() -> None:
+    (w13, s13), (w2, s2) = checkpoint(0, 192, 160), checkpoint(0, 160, 96)
+    w = ExpertWeights.from_mxfp4(w13, w2, s13, s2)
+    problem = Problem(160, 96, 2, 2, ep_size=3, rank=2, max_tokens=16, precision="bf16xmxfp4")
+    w.validate(problem)
+    assert w.dense(problem, torch.float32).w2.shape == (0, 160, 96)
+
+
 @pytest.mark.parametrize("planes", [1, 2])
 def test_scales_for_other_planes_than_the_layers_are_refused(planes: int) -> None:
     """192 rows have two blocks of scales as one plane and as two, so that shapes of scales are equal."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from megamoe.core.config import Problem
 from megamoe.core.errors import ArgumentError
 from megamoe.core.planes import by_plane, map_strides, plane_strides
 from megamoe.formats.quantization import quantize_blockwise
+from megamoe.formats.versions import origin_of
 from megamoe.formats.weights import ExpertWeights, TransposedWeights
 from megamoe.launch.cache import QuantizedCache
 from megamoe.layer.inputs import Inputs
@@ -234,6 +236,16 @@ def test_w1_and_w3_that_cannot_be_joined_are_refused_by_name() -> None:
     refuse("positive distance", w1, w1)
     refuse(r"w3.stride\(\)", w1, w3.as_strided(w3.shape, (8, 144, 1)))
     refuse("expected torch.bfloat16 .L, I, H., like w1", w1, w3[:2])
+    refuse("expected torch.bfloat16 .L, I, H., like w1", w1, w3.view(torch.float16))
+
+
+def test_joined_weights_are_saved_as_tensors(tmp_path: Path) -> None:
+    w1, w3 = torch.randn(2, 3, 4, 5).unbind(0)
+    weights = ExpertWeights.from_w1_w3(w1, w3, torch.randn(3, 5, 4))
+    torch.save(weights.w13, tmp_path / "w13.pt")
+    loaded = torch.load(tmp_path / "w13.pt")
+    assert torch.equal(loaded, weights.w13)
+    assert origin_of(loaded) is None
 
 
 @pytest.mark.parametrize("kind", ["biases", "scales"])

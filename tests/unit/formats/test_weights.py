@@ -20,7 +20,8 @@ from megamoe.formats.quantization import (
     quantize_rows,
     quantize_tokens,
 )
-from megamoe.formats.weights import ExpertWeights
+from megamoe.formats.versions import made_of, version_of
+from megamoe.formats.weights import ExpertWeights, TransposedWeights
 from megamoe.launch import cache as cache_module
 from megamoe.launch.cache import QuantizedCache, quantize_weights
 from megamoe.testing import assert_close, make_weights
@@ -262,3 +263,29 @@ def test_cache_invalidate():
     cache.invalidate()
     assert cache.get("w2", w)[1].item() == torch.tensor(2.0) / 448
     assert cache.get("w2", w)[1].data_ptr() == scale.data_ptr()
+
+
+def test_transposed_weights_are_validated_with_those_of_the_forward_pass():
+    problem = Problem(144, 272, 3, 2, precision="fp8")
+    weights = make_weights(problem).quantized(problem)
+    made = TransposedWeights.of(problem, weights)
+    made.validate(problem, weights.w2.device)
+    broken = replace(made, forward=replace(weights, w2_scale=None))
+    with pytest.raises(ArgumentError, match="weights.w2_scale is None"):
+        broken.validate(problem, weights.w2.device)
+
+
+def test_weights_must_be_on_the_device_of_a_call():
+    problem = Problem(144, 272, 3, 2)
+    weights = make_weights(problem)
+    elsewhere = ExpertWeights(*(t.to("meta") for t in weights.named().values()))
+    elsewhere.validate(problem)
+    with pytest.raises(ArgumentError, match="weights.w13.device is meta, expected cpu"):
+        elsewhere.validate(problem, torch.device("cpu"))
+
+
+def test_a_parameter_that_stands_for_itself_may_get_other_memory():
+    p = torch.nn.Parameter(torch.zeros(3, 4))
+    before = version_of(made_of(p, (p,)))
+    p.data = torch.ones(3, 4)
+    assert version_of(p) != before

@@ -2,6 +2,7 @@
 
 import argparse
 import csv
+import math
 import re
 import statistics
 import subprocess
@@ -13,6 +14,7 @@ import torch
 transformers = pytest.importorskip("transformers", minversion="5.20")
 from programs import ROOT  # noqa: E402
 
+from bench.demo.curves import paired, read  # noqa: E402
 from bench.hf import generate, training  # noqa: E402
 from bench.hf import model as hf_model  # noqa: E402
 from bench.hf import run as train_hf  # noqa: E402
@@ -22,7 +24,14 @@ from megamoe.testing import launch  # noqa: E402
 
 SIZES = hf_model.Sizes(32, 32, 4, 2, layers=2, heads=2, context=16, batch=2)
 TEXT = torch.arange(2048).mul(7).to(torch.uint8)
-RUN = {"backend": "staged", "compare": None, "steps": 4, "seed": 1, "curves": None, "generate": 0}
+RUN = {
+    "backend": "staged",
+    "compare": None,
+    "steps": 4,
+    "seeds": [1],
+    "curves": None,
+    "generate": 0,
+}
 RUN |= {"loss_tolerance": 5e-3, "gradient_tolerance": 0.05}
 
 
@@ -57,6 +66,30 @@ def test_both_runs_agree(run, tmp_path):
     for speed, steps in zip(stated, (rows[: RUN["steps"]], rows[RUN["steps"] :]), strict=True):
         late = statistics.median(float(r["tokens"]) / float(r["seconds"]) for r in steps[3:])
         assert f"{late:,.0f}" == speed
+
+
+def test_seeds_are_compared_in_pairs(run, tmp_path):
+    """The printed difference is that of the rows in the CSV; the first losses are another seed's, too."""
+    code, said = run(seeds=[3, 5, 8], curves=tmp_path / "curves.png")
+    assert code == 0, said
+    assert said.count("PASS") == 3 * 6
+    _, losses = read(tmp_path / "curves.csv")
+    assert list(losses) == [(n, "bf16", seed) for seed in (3, 5, 8) for n in ("megamoe", "eager")]
+    assert len({found[0] for found in losses.values()}) >= 3
+    ours, theirs = (
+        [statistics.mean(losses[name, "bf16", seed]) for seed in (3, 5, 8)]
+        for name in ("megamoe", "eager")
+    )
+    each = [100 * (a / b - 1) for a, b in zip(ours, theirs, strict=True)]
+    error = statistics.stdev(each) / 3**0.5
+    line = f"{statistics.mean(each):+.2f}% from eager, standard error {error:.2f}%, 3 seeds"
+    assert line in said
+
+
+def test_a_pairs_difference_has_a_standard_error():
+    apart, error = paired([1.1, 1.1, 1.4], [1.0, 1.0, 1.0])
+    assert (apart, error) == (pytest.approx(0.2), pytest.approx(0.1))
+    assert math.isnan(paired([1.1], [1.0])[1])
 
 
 def test_a_second_run_that_is_cut_leaves_the_first_one(run, tmp_path, monkeypatch):
