@@ -177,8 +177,8 @@ DIFFERING = {
     "hidden": ("RankMismatch", "hidden=64") * 2,
     "bad hidden": ("PeerFault", "rank 1 raised ConfigError: hidden is 50")
     + ("ConfigError", "hidden is 50"),
-    "dtype": ("PeerFault", "rank 1 raised ConfigError: option is 'dtype'")
-    + ("ConfigError", "option is 'dtype'"),
+    "dtype": ("PeerFault", "rank 1 raised ConfigError: dtype is torch.float32")
+    + ("ConfigError", "dtype is torch.float32"),
     "no such device": ("PeerFault", "rank 1 raised ConfigError: device is cuda")
     + ("ConfigError", "device is cuda"),
     "bad variable": ("PeerFault", "raised ConfigError: MEGAMOE_BACKEND is 'nonsense'")
