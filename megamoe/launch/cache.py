@@ -180,28 +180,26 @@ class QuantizedCache:
     """Quantized copies of masters, made once per parameter version and refreshed in place.
 
     A version is that of versions.py: at most one quantization per parameter and optimizer step, plus one per write that
-    torch counts. Of a layer that trains each
-    makes the transposes too, which a backward pass multiplies; others have none. What is not counted needs
-    invalidate(); parameters made under inference_mode(), of which nothing is, are quantized at every use outside
-    graphs. While a CUDA graph is captured, a parameter that requires a gradient is quantized at every use, so that
-    replays follow it; from then on it is quantized at every use outside graphs as well, since a replay changes no
-    counter.
+    torch counts. If the layer trains, each quantization also makes the transposes that a backward pass multiplies.
+    Writes that are not counted need invalidate(). Parameters made under inference_mode() count none, so they are
+    quantized at every use outside graphs. While a CUDA graph is captured, a parameter that requires a gradient is
+    quantized at every use, so that replays follow it; from then on it is quantized at every use outside graphs as well,
+    since a replay changes no counter.
 
     makes: transposes are not kept but made for each backward pass, see _made_for().
     """
 
     def __init__(self, makes: bool = False) -> None:
         self.makes = makes
-        self.follows = (
-            False  # masters are quantized behind each write, so graphs need not do it at each use
-        )
+        # Masters are quantized behind each write, so graphs need not do it at each use.
+        self.follows = False
         # Held from transposed() until the launch that reads them is enqueued.
         self.turn: Any = _turn if makes else nullcontext()
         self._made: TransposedWeights | None = None
         self._buffer: _Buffer | None = None  # in which that is
         self._entries: dict[str, _Entry] = {}
         self._seen: _Seen | None = None
-        self._turned: tuple[list[Tensor], list[Version], TransposedWeights] | None = None
+        self._kept_transposes: tuple[list[Tensor], list[Version], TransposedWeights] | None = None
 
     @torch.inference_mode(False)  # a copy made here is written anew outside of that mode, too
     @torch.no_grad()
@@ -243,7 +241,7 @@ class QuantizedCache:
     def weights(
         self, problem: Problem, masters: ExpertWeights, trains: bool = False
     ) -> ExpertWeights:
-        """Return quantized weights of masters; biases handed through.
+        """Return quantized weights of masters, and their biases as they are.
 
         trains: transposed() will be asked for their transposes.
         """
@@ -279,7 +277,7 @@ class QuantizedCache:
             return seen.transposed or self._made_for(problem, seen.weights)
         given = _gathered(given) or given
         if given.w13_scale is not None:
-            make = self._made_for if self.makes else self._turned_of
+            make = self._made_for if self.makes else self._kept_for
             return make(problem, given)
         for name, w in (("w13", given.w13), ("w2", given.w2)):
             entry = self._entries.get(name)
@@ -330,11 +328,11 @@ class QuantizedCache:
     def _volatile(self) -> bool:
         return any(entry.volatile for entry in self._entries.values())
 
-    def _turned_of(self, problem: Problem, given: ExpertWeights) -> TransposedWeights:
+    def _kept_for(self, problem: Problem, given: ExpertWeights) -> TransposedWeights:
         sources = [
             t for t in (given.w13, given.w2, given.w13_scale, given.w2_scale) if t is not None
         ]
-        versions, last = [version_of(t, invalidations) for t in sources], self._turned
+        versions, last = [version_of(t, invalidations) for t in sources], self._kept_transposes
         if last is None or last[1] != versions:
             _refuse_capture(given.w13)
             with torch.inference_mode(False), torch.no_grad():
@@ -343,14 +341,14 @@ class QuantizedCache:
                     for name, kept in last[2].named().items():
                         kept.copy_(getattr(made, name))
                     made = last[2]
-            self._turned = last = [t.detach() for t in sources], versions, made
+            self._kept_transposes = last = [t.detach() for t in sources], versions, made
         return replace(last[2], forward=given)
 
     def invalidate(self) -> None:
         """Forget all versions; the next get() quantizes again, into the same storage."""
         self._seen = None
-        if self._turned is not None:
-            self._turned = [], [], self._turned[2]
+        if self._kept_transposes is not None:
+            self._kept_transposes = [], [], self._kept_transposes[2]
         for entry in self._entries.values():
             entry.version = None
 

@@ -290,7 +290,7 @@ def master_rows(problem: Problem, weights: ExpertWeights, other: int) -> list[Ro
     ]
 
 
-def turned_rows(problem: Problem, transposed: TransposedWeights, other: int) -> list[Row]:
+def transposed_rows(problem: Problem, transposed: TransposedWeights, other: int) -> list[Row]:
     """Rows of a backward launch in FP8: transposed copies, and w13 as forward has it, for recompute.
 
     transposed: of weights with a contiguous b13. other: any legal address.

@@ -32,7 +32,7 @@ from megamoe.launch.table import (
     plane_maps,
     set_map,
     set_maps,
-    turned_rows,
+    transposed_rows,
     write,
 )
 
@@ -119,7 +119,7 @@ def fill_backward_weights(
     weights: bf16 w13 and w2, of any strides that TMA takes, or in FP8 transposed ones; with a contiguous b13.
     """
     if isinstance(weights, TransposedWeights):
-        forward, rows = weights.forward, turned_rows(plan.problem, weights, args.y_rows)
+        forward, rows = weights.forward, transposed_rows(plan.problem, weights, args.y_rows)
     else:
         forward, rows = weights, master_rows(plan.problem, weights, args.y_rows)
     write(args, rows, encoder)

@@ -20,9 +20,8 @@ from megamoe.ops.scales import by_block
 
 Glu = Literal["halves", "interleaved"]
 Recipe = Literal["blockwise"]
-Scales = tuple[
-    Tensor, ScalingType, Tensor, ScalingType
-]  # torch's scale_a, scale_recipe_a, scale_b, scale_recipe_b
+# scale_a, scale_recipe_a, scale_b, scale_recipe_b, as for torch's scaled_grouped_mm
+Scales = tuple[Tensor, ScalingType, Tensor, ScalingType]
 gradients.register()
 
 

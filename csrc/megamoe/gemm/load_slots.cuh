@@ -46,7 +46,7 @@ MEGAMOE_DEVICE void load_a_slots(Context& ctx, PipelineRing<T>& ring, const Tile
         (is_small ? small * small_box_bytes : (tall ? 2 : 1) * box_bytes) + (scaled ? scale_bytes : 0);
     MEGAMOE_UNROLL_BY(1)
     for (int i = 0; i < tile.slots; ++i, ring.advance()) {
-        if constexpr (T::WeightTiles::transposed && T::Blocks::of_passes) rows.seek(ctx, tile, i);
+        if constexpr (seeks_blocks<T>) rows.seek(ctx, tile, i);
         uint8_t* to = smem.slots[ring.slot()].a;
         uint64_t* full = &smem.pipeline.full[ring.slot()];
         ring.acquire(ctx.mem, smem.pipeline);
@@ -60,7 +60,7 @@ MEGAMOE_DEVICE void load_a_slots(Context& ctx, PipelineRing<T>& ring, const Tile
             rows.load(to, full, i, 0, false);
             if (tall) rows.load(to + box_bytes, full, i, 1, false);
         }
-        if constexpr (T::WeightTiles::transposed && T::Blocks::of_passes) {
+        if constexpr (seeks_blocks<T>) {
             arch::bulk_load(smem.a_scale[ring.slot()], rows.block_scale, scale_bytes, full);
         } else if (scaled) {
             arch::bulk_load(smem.a_scale[ring.slot()],
@@ -77,7 +77,7 @@ MEGAMOE_DEVICE void load_weights(Context& ctx, PipelineRing<T>& ring, const Tile
     auto& smem = tile_smem<T>();
     MEGAMOE_UNROLL_BY(1)
     for (int i = 0; i < tile.slots; ++i, ring.advance()) {
-        if constexpr (T::WeightTiles::transposed && T::Blocks::of_passes) weights.seek(ctx, tile, i, scales);
+        if constexpr (seeks_blocks<T>) weights.seek(ctx, tile, i, scales);
         if (scaled) scales.fetch();  // in flight while this thread waits for the slot
         auto& b = smem.slots[ring.slot()].b;
         uint64_t* full = &smem.pipeline.full[ring.slot()];

@@ -50,6 +50,10 @@ MEGAMOE_DEVICE int rows_filled(int rows) {
     return T::Pool::padded ? padded_rows(rows, rows_at_a_time<T>) : rows;
 }
 
+// Is each slot of K a transposed block of its own pass, with its own map and scales? Then loaders seek it.
+template <class T>
+constexpr bool seeks_blocks = T::WeightTiles::transposed && T::Blocks::of_passes;
+
 // Where a slot of K lies if K has planes: in which plane, and where in it.
 struct PlaneOfK {
     int plane, k;
@@ -99,7 +103,7 @@ struct RowsOperand {
                 block_columns = transposed_columns<T>(ctx.args, tile.gemm);
                 // Planes are whole blocks of m.
                 if (mn_major) m = tile.block * T::Tiling::rows;
-                if constexpr (!T::Blocks::of_passes) {
+                if constexpr (!seeks_blocks<T>) {
                     if (mn_major) m += rows_of_k.first / T::Tiling::rows * block_columns;
                 }
             } else if (mn_major) {
@@ -143,7 +147,7 @@ struct RowsOperand {
     MEGAMOE_DEVICE void load(void* to, uint64_t* full, int slot, int box, bool both) {
         int m0 = m + box * warpgroup_rows, k0 = slot * slot_k;
         const TensorMap* from = map;
-        if constexpr (T::WeightTiles::transposed && T::Blocks::of_passes) {
+        if constexpr (seeks_blocks<T>) {
             load_2d(both, to, block_map, full, 0, block_m + box * warpgroup_rows);
             return;
         } else if constexpr (T::WeightTiles::transposed) {
@@ -196,7 +200,7 @@ struct WeightsOperand {
         expert = is_gradient ? 0 : tile.expert();
         if constexpr (T::WeightTiles::any)
             rows_of_k = T::Blocks::template rows_of_k<T>(ctx, tile, is_gradient);
-        if constexpr (T::WeightTiles::transposed && !T::Blocks::of_passes)
+        if constexpr (T::WeightTiles::transposed && !seeks_blocks<T>)
             first_block = is_gradient ? rows_of_k.first / T::Tiling::rows : -1;
         map = T::Blocks::template weights_map<T>(ctx.args, tile.gemm);
         if constexpr (T::WeightTiles::any && T::Blocks::has_tails) tails = &own<T>(ctx.args).tails_b;
@@ -205,7 +209,7 @@ struct WeightsOperand {
     template <class Scales>
     MEGAMOE_DEVICE Scales scales(const Args& args, const Tile& tile) const {
         const auto& gemm = gemm_of<T>(args, tile.gemm);
-        if constexpr (T::WeightTiles::transposed && !T::Blocks::of_passes) {
+        if constexpr (T::WeightTiles::transposed && !seeks_blocks<T>) {
             if (first_block >= 0)
                 return {gemm.b_scale + first_block, gemm.n, transposed_blocks(args), 0, halves};
         }
@@ -226,7 +230,7 @@ struct WeightsOperand {
     }
     MEGAMOE_DEVICE void load(uint8_t* to, uint64_t* full, int slot, int half, bool both) {
         int k0 = slot * slot_k, plane = 0;
-        if constexpr (T::WeightTiles::transposed && T::Blocks::of_passes) {
+        if constexpr (seeks_blocks<T>) {
             load_4d(both, to, block_map, full, {0, halves.column(half), 0, first_block});
             return;
         } else if constexpr (T::WeightTiles::transposed) {

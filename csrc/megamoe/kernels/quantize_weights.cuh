@@ -76,7 +76,7 @@ MEGAMOE_DEVICE void transpose_bytes(uint32_t (&v)[4]) {
 
 // The block on its way to its transpose: pieces of 8 rows of a column, 16 a column, swizzled so that neither
 // side meets bank conflicts.
-struct TurnedBlock {
+struct TransposedBlock {
     E4m3x8 pieces[scale_group][scale_group / quantize_edge];
     MEGAMOE_DEVICE E4m3x8& at(int column, int piece) {
         return pieces[column][piece ^ column / quantize_edge];
@@ -88,7 +88,7 @@ template <class Eight>
 MEGAMOE_DEVICE void quantize_weights(const QuantizeWeightsArgs& args) {
     constexpr int edge = quantize_edge, lanes = scale_group / edge;
     __shared__ E4m3Group s_groups[quantize_threads / 32];
-    __shared__ TurnedBlock s_turned;
+    __shared__ TransposedBlock s_transposed;
     int blocks_in_plane = ceil_div(args.rows, scale_group);
     int plane = blockIdx.y / blocks_in_plane, block = blockIdx.y % blocks_in_plane;
     int thread = static_cast<int>(threadIdx.x);
@@ -147,7 +147,7 @@ MEGAMOE_DEVICE void quantize_weights(const QuantizeWeightsArgs& args) {
         transpose_bytes(lower);
         MEGAMOE_UNROLL
         for (int i = 0; i < 4; ++i)
-            s_turned.at(thread % lanes * edge + quad * 4 + i, thread / lanes) = {{upper[i], lower[i]}};
+            s_transposed.at(thread % lanes * edge + quad * 4 + i, thread / lanes) = {{upper[i], lower[i]}};
     }
     __syncthreads();
     // A thread writes 16 bytes of a row of the transpose, so that 8 threads write a line.
@@ -157,7 +157,7 @@ MEGAMOE_DEVICE void quantize_weights(const QuantizeWeightsArgs& args) {
         int i = pass * quantize_threads + thread, of_block = i / vectors, piece = i % vectors * 2;
         int to = blockIdx.x * scale_group + of_block, from = block * scale_group + piece * edge;
         if (to >= args.columns || from >= args.rows) continue;
-        E4m3x8 first = s_turned.at(of_block, piece), second = s_turned.at(of_block, piece + 1);
+        E4m3x8 first = s_transposed.at(of_block, piece), second = s_transposed.at(of_block, piece + 1);
         int64_t at = (of_plane * args.columns + to) * args.rows + from;
         *reinterpret_cast<Bf16x8*>(static_cast<uint8_t*>(args.transposed) +
                                    at) = {{first.quads[0], first.quads[1], second.quads[0], second.quads[1]}};

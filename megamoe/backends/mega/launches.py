@@ -329,7 +329,7 @@ class Backward(Launch):
     """The gradients of a call that `train` made."""
 
     _rows_at = 0  # address of the rows that are kept of the last launch; 0: nowhere
-    _transposed: TransposedWeights | None = None  # that the argument block points to, beside _known
+    _transposed: TransposedWeights | None = None  # that the argument block points to, with _known
     # If gradients went to new tensors: the call's Signature and needs, tensors like these, scratch, rows of the table.
     _fresh: tuple[Any, ...] | None = None
 

@@ -72,7 +72,7 @@ def test_bits_are_equal_for_loaded_weights():
         layer.load_fp8_weights(*(getattr(made, n) for n in ("w13", "w2", "w13_scale", "w2_scale")))
         x, ids, weights = batch()
         layer(x, ids, weights).float().square().sum().backward()
-        assert layer._layer._runtime.cache._turned is None or way == "kept"
+        assert layer._layer._runtime.cache._kept_transposes is None or way == "kept"
         return [x.grad]
 
     assert all(map(same_bits, *map(run, WAYS)))
