@@ -88,51 +88,90 @@ struct ActivationGradientEpilogue {
             s[0] = row_weight[row], s[1] = row_weight[row + 8];
         }
         float d_s[2] = {0.0f, 0.0f};
-        // The halves are a loop, not two copies: a tile fetches this code anew, and above 42 KB it waits for
-        // it (docs/tuning.md, "The compiler"). The loop has no branch on the lane and a ring of its own: with
-        // either, descriptors of MMAs would leave the uniform registers.
+        // Halves and their inputs are loops, not copies: a tile fetches this code anew, and above 42 KB it
+        // waits for it (docs/tuning.md, "The compiler"). The loops have no branch on the lane and a ring of
+        // their own: with either, descriptors of MMAs would leave the uniform registers.
         PipelineRing<T> inputs_ring = ring;
         MEGAMOE_UNROLL
         for (int input = 0; input < inputs; ++input) ring.advance();
         MEGAMOE_UNROLL_BY(1)
         for (int half = 0; half < 2; ++half) {
-            uint32_t dgu[gu_planes][2][S::half_columns / 8];  // of the half, where Rows has scales
-            MEGAMOE_UNROLL
+            MEGAMOE_UNROLL_BY(1)
             for (int input = 0; input < inputs_of_half; ++input) {
                 Fragment f;
                 auto& slot = output.claim_input(inputs_ring);
                 uint8_t* gates = slot.b[0] + math_warpgroup() * box_bytes;
                 uint8_t* ups = slot.b[1] + math_warpgroup() * box_bytes;
                 uint8_t* hs = slot.a + math_warpgroup() * box_bytes;
+                uint32_t made[gu_planes][2][pairs_of_slot];
                 MEGAMOE_UNROLL
-                for (int g = 0; g < slot_columns / 8; ++g) {
-                    int of_half = input * (slot_columns / 8) + g;
-                    float* dh = &sum[0][of_half * 4];
+                for (int g = 0; g < pairs_of_slot; ++g) {
                     MEGAMOE_UNROLL
                     for (int i = 0; i < 2; ++i) {
                         int at = swizzled(f.row, 2 * f.column(g)) + i * 8 * slot_k_bytes;
                         uint32_t gate = *reinterpret_cast<const uint32_t*>(gates + at);
                         uint32_t up = Activation::gated ? *reinterpret_cast<const uint32_t*>(ups + at) : 0;
-                        Pair pair = differentiate(args, gate, up, &dh[2 * i], s[i], d_s[i]);
-                        *reinterpret_cast<uint32_t*>(gates + at) = dgu[0][i][of_half] = pair.dgu[0];
+                        Pair pair = differentiate(args, gate, up, &sum[0][4 * g + 2 * i], s[i], d_s[i]);
+                        *reinterpret_cast<uint32_t*>(gates + at) = made[0][i][g] = pair.dgu[0];
                         if constexpr (Activation::gated)
-                            *reinterpret_cast<uint32_t*>(ups + at) = dgu[1][i][of_half] = pair.dgu[1];
+                            *reinterpret_cast<uint32_t*>(ups + at) = made[1][i][g] = pair.dgu[1];
                         *reinterpret_cast<uint32_t*>(hs + at) = pair.hs;
                     }
                 }
+                replace_sums(sum[0], made);
+                arch::fence_accumulator(sum[0]);  // else ptxas spills in the main loop
                 // This comes before the last hand-over, since the tile's release follows that.
-                if constexpr (weighted) {
-                    if (input == inputs_of_half - 1) put_d_s<T>(ctx, current_tile<T>(), d_s, half == 1);
-                }
+                if constexpr (weighted)
+                    put_d_s<T>(ctx, current_tile<T>(), d_s, half == 1 && input == inputs_of_half - 1);
                 output.hand_over();
             }
-            if constexpr (Rows::scaled) write_rows<T>(ctx, current_tile<T>(), output, dgu, half, Fragment());
+            if constexpr (Rows::scaled)
+                write_rows<T>(ctx, current_tile<T>(), output, dgu_of(sum[0]), half, Fragment());
             MEGAMOE_UNROLL
             for (int i = 0; i < S::sums; ++i) sum[0][i] = sum[1][i];
         }
     }
 
   protected:
+    // Of columns that a thread has in a row.
+    static constexpr int pairs = S::half_columns / 8, pairs_of_slot = slot_columns / 8;
+    struct Dgu {
+        uint32_t of[gu_planes][2][pairs];
+    };
+    // Where dgu stands when all inputs of a half have come: in the registers of the sums that it is made of,
+    // since there are no others. An input's part goes behind those of the inputs before it, as the sums move
+    // up.
+    static MEGAMOE_DEVICE int place_in_sums(int plane, int i, int g) {
+        return g / pairs_of_slot * 4 * pairs_of_slot + (2 * plane + i) * pairs_of_slot + g % pairs_of_slot;
+    }
+    static MEGAMOE_DEVICE void replace_sums(float (&sum)[S::sums],
+                                            const uint32_t (&made)[gu_planes][2][pairs_of_slot]) {
+        MEGAMOE_UNROLL
+        for (int j = 0; j + 4 * pairs_of_slot < S::sums; ++j) sum[j] = sum[j + 4 * pairs_of_slot];
+        MEGAMOE_UNROLL
+        for (int p = 0; p < gu_planes; ++p) {
+            MEGAMOE_UNROLL
+            for (int i = 0; i < 2; ++i) {
+                MEGAMOE_UNROLL
+                for (int g = 0; g < pairs_of_slot; ++g)
+                    sum[place_in_sums(p, i, pairs - pairs_of_slot + g)] =
+                        __builtin_bit_cast(float, made[p][i][g]);
+            }
+        }
+    }
+    static MEGAMOE_DEVICE Dgu dgu_of(const float (&sum)[S::sums]) {
+        Dgu dgu;
+        MEGAMOE_UNROLL
+        for (int p = 0; p < gu_planes; ++p) {
+            MEGAMOE_UNROLL
+            for (int i = 0; i < 2; ++i) {
+                MEGAMOE_UNROLL
+                for (int g = 0; g < pairs; ++g)
+                    dgu.of[p][i][g] = __builtin_bit_cast(uint32_t, sum[place_in_sums(p, i, g)]);
+            }
+        }
+        return dgu;
+    }
     struct Pair {  // of neighbouring columns, in bf16
         uint32_t dgu[gu_planes], hs;
     };
@@ -168,14 +207,14 @@ struct ActivationGradientEpilogue {
 
   private:
     // A half of all planes; the scales of a plane stand behind those of the one before.
-    template <class T, class Output, int planes_, int pairs>
+    template <class T, class Output>
     static MEGAMOE_DEVICE void write_rows(const Context& ctx, const Tile& tile, Output& output,
-                                          const uint32_t (&dgu)[planes_][2][pairs], int half, Fragment f) {
+                                          const Dgu& dgu, int half, Fragment f) {
         const Args& args = ctx.args;
         float* scales = scales_of_half<T>(ctx, tile, half);
         MEGAMOE_UNROLL
-        for (int plane = 0; plane < planes_; ++plane) {
-            Rows::write_bf16(output, dgu[plane], scales, f);
+        for (int plane = 0; plane < gu_planes; ++plane) {
+            Rows::write_bf16(output, dgu.of[plane], scales, f);
             if (scales != nullptr)
                 scales += int64_t{ceil_div(gemm_of<T>(args, tile.gemm).n, scale_group)} * args.pool_rows;
         }

@@ -12,7 +12,9 @@ namespace megamoe {
 template <class S, class Activation, class Rows>
 struct TransposedGradientEpilogue : ActivationGradientEpilogue<S, Activation, Rows> {
     using Base = ActivationGradientEpilogue<S, Activation, Rows>;
-    using Base::columns, Base::gu_planes, Base::inputs, Base::inputs_of_half, Base::slot_columns;
+    using Base::columns, Base::gu_planes, Base::inputs, Base::inputs_of_half, Base::pairs,
+        Base::pairs_of_slot, Base::slot_columns;
+    using typename Base::Dgu;
     static constexpr bool reuses_inputs = false;
     static constexpr int slots_of_half =
         1 + 2 * gu_planes;  // hs, and each plane of dgu by row and transposed
@@ -76,19 +78,10 @@ struct TransposedGradientEpilogue : ActivationGradientEpilogue<S, Activation, Ro
                     // There are no registers for these: the thread reads them again.
                     if (g % 2 != 0) to[g / 2 * 32] = {hs[0][0], hs[0][1], hs[1][0], hs[1][1]};
                 }
-                replace_sums(sum[0], made);
+                Base::replace_sums(sum[0], made);
                 arch::fence_accumulator(sum[0]);  // else ptxas spills in the main loop
             }
-            Dgu dgu;
-            MEGAMOE_UNROLL
-            for (int p = 0; p < gu_planes; ++p) {
-                MEGAMOE_UNROLL
-                for (int i = 0; i < 2; ++i) {
-                    MEGAMOE_UNROLL
-                    for (int g = 0; g < pairs; ++g)
-                        dgu[p][i][g] = __builtin_bit_cast(uint32_t, sum[0][place_in_sums(p, i, g)]);
-                }
-            }
+            Dgu dgu = Base::dgu_of(sum[0]);
             if (arch::ballot(s.mask(1) == 0) != 0) clear_rows(dgu, s);
             Base::template put_d_s<T>(ctx, current_tile<T>(), d_s, half == 1);
             PipelineRing<T> first = inputs_ring;  // twice around the ring is where it began
@@ -101,10 +94,7 @@ struct TransposedGradientEpilogue : ActivationGradientEpilogue<S, Activation, Ro
     }
 
   private:
-    // Of columns that a thread has in a row.
-    static constexpr int pairs = S::half_columns / 8, pairs_of_slot = slot_columns / 8;
     static constexpr uint32_t magnitudes = 0x7fff7fffu;
-    using Dgu = uint32_t[gu_planes][2][pairs];
     // Of this thread's rows r and r + 8. Rows behind the expert's last have -0 and become zeros, by masks: a
     // branch on the lane would take descriptors of MMAs out of the uniform registers.
     struct Weights {
@@ -126,28 +116,6 @@ struct TransposedGradientEpilogue : ActivationGradientEpilogue<S, Activation, Ro
         }
     };
 
-    // Where dgu stands when all inputs of a half have come: in the registers of the sums that it is made of,
-    // since there are no others. An input's part goes behind those of the inputs before it, as the sums move
-    // up.
-    static MEGAMOE_DEVICE int place_in_sums(int plane, int i, int g) {
-        return g / pairs_of_slot * 4 * pairs_of_slot + (2 * plane + i) * pairs_of_slot + g % pairs_of_slot;
-    }
-    static MEGAMOE_DEVICE void replace_sums(float (&sum)[S::sums],
-                                            const uint32_t (&made)[gu_planes][2][pairs_of_slot]) {
-        MEGAMOE_UNROLL
-        for (int j = 0; j + 4 * pairs_of_slot < S::sums; ++j) sum[j] = sum[j + 4 * pairs_of_slot];
-        MEGAMOE_UNROLL
-        for (int p = 0; p < gu_planes; ++p) {
-            MEGAMOE_UNROLL
-            for (int i = 0; i < 2; ++i) {
-                MEGAMOE_UNROLL
-                for (int g = 0; g < pairs_of_slot; ++g)
-                    sum[place_in_sums(p, i, pairs - pairs_of_slot + g)] =
-                        __builtin_bit_cast(float, made[p][i][g]);
-            }
-        }
-    }
-
     static MEGAMOE_DEVICE int row_of_block() { return math_warpgroup() * warpgroup_rows + Fragment().row; }
     static MEGAMOE_DEVICE int math_warp() { return arch::warp_idx() - first_math_warp; }
     // Where this lane finds 64 columns of its warp's 16 rows, 16 bytes at a time.
@@ -156,7 +124,7 @@ struct TransposedGradientEpilogue : ActivationGradientEpilogue<S, Activation, Ro
     }
     static MEGAMOE_DEVICE void clear_rows(Dgu& dgu, const Weights& s) {
         MEGAMOE_UNROLL
-        for (auto& plane : dgu) {
+        for (auto& plane : dgu.of) {
             MEGAMOE_UNROLL
             for (int i = 0; i < 2; ++i) {
                 MEGAMOE_UNROLL
@@ -173,7 +141,7 @@ struct TransposedGradientEpilogue : ActivationGradientEpilogue<S, Activation, Ro
         uint32_t of_rows[4] = {};  // the largest of each plane's rows r, r + 8
         MEGAMOE_UNROLL
         for (int p = 0; p < gu_planes; ++p)
-            find_largest(dgu[p], of_rows[2 * p], of_rows[2 * p + 1], shared.largest[math_warp()][p], f);
+            find_largest(dgu.of[p], of_rows[2 * p], of_rows[2 * p + 1], shared.largest[math_warp()][p], f);
         E4m3Group group = group_of_lane(dgu, of_rows);
         shared.largest_hs[math_warp()] = largest_of_warp(largest_hs);  // by all lanes
         math_sync();
@@ -185,8 +153,8 @@ struct TransposedGradientEpilogue : ActivationGradientEpilogue<S, Activation, Ro
         math_sync();
         MEGAMOE_UNROLL_BY(1)
         for (int p = 0; p < gu_planes; ++p) {
-            write_rows(output, dgu[0], inverses, p);
-            write_columns<T>(output, dgu[0], shared.inverse[p] + f.quad);
+            write_rows(output, dgu.of[0], inverses, p);
+            write_columns<T>(output, dgu.of[0], shared.inverse[p] + f.quad);
             next_plane(dgu);
         }
     }
@@ -194,7 +162,7 @@ struct TransposedGradientEpilogue : ActivationGradientEpilogue<S, Activation, Ro
         MEGAMOE_UNROLL
         for (int i = 0; i < 2; ++i) {
             MEGAMOE_UNROLL
-            for (int g = 0; g < pairs; ++g) dgu[0][i][g] = dgu[gu_planes - 1][i][g];
+            for (int g = 0; g < pairs; ++g) dgu.of[0][i][g] = dgu.of[gu_planes - 1][i][g];
         }
     }
 
@@ -247,7 +215,7 @@ struct TransposedGradientEpilogue : ActivationGradientEpilogue<S, Activation, Ro
             for (int row = 0; row < 2 * gu_planes; ++row) {
                 E4m3Group group;
                 MEGAMOE_UNROLL
-                for (uint32_t pair : dgu[row / 2][row % 2])
+                for (uint32_t pair : dgu.of[row / 2][row % 2])
                     group.include(arch::bf16_lo(pair), arch::bf16_hi(pair));
                 group.template join_lanes<4>();
                 own = Fragment().quad == row ? group : own;

@@ -32,12 +32,13 @@ template <class T, class Token, class Zero>
 MEGAMOE_DEVICE bool walk_pool(const Context& ctx, int slices, Token token, Zero zero) {
     if constexpr (T::Pool::padded) walk_zeros<T>(ctx, zero);
     const PassPlan& plan = ctx.smem.plan;
-    int rows = plan.batch_rows, num_rows = plan.num_rows, stride = num_transports(ctx);
-    int batches = ceil_div(num_rows, rows) * slices;
-    for (int first = transport_index(ctx); first < batches; first += stride * (32 / rows)) {
-        int batch = first + arch::lane_idx() / rows * stride;
+    // Read again for each look, from shared memory: there are no registers to hold it while a token is
+    // pulled.
+    for (int first = transport_index(ctx); first / slices * plan.batch_rows < plan.num_rows;
+         first += num_transports(ctx) * (32 / plan.batch_rows)) {
+        int rows = plan.batch_rows, batch = first + arch::lane_idx() / rows * num_transports(ctx);
         int row = batch / slices * rows + arch::lane_idx() % rows;
-        uint32_t route = batch < batches && row < num_rows ? ctx.args.pool_routes[row] : 0;
+        uint32_t route = row < plan.num_rows ? ctx.args.pool_routes[row] : 0;
         for (uint32_t left = arch::ballot((route & route_leader) != 0); left != 0; left &= left - 1) {
             int from = arch::ffs0(left);
             if (!token(route_token(arch::shfl(route, from)), arch::shfl(batch, from) % slices)) return false;
