@@ -29,7 +29,6 @@ class Targets:
     _weights: ExpertWeights
     tensors: dict[str, Tensor] = field(default_factory=dict)  # that the launch writes or adds to
     _scratch: set[str] = field(default_factory=set)  # of those, what nobody wants
-    _dtype: torch.dtype = torch.bfloat16  # of the matrices' gradients that are returned
 
     @classmethod
     def make(
@@ -56,9 +55,7 @@ class Targets:
             _check(name, (into or {})[name], masters[name])
         found = cls(bool(into), dict(into or {}), weights)
         given = {found.into[n].dtype for n in _MATRICES if n in found.into}
-        if weights.w13.dtype == torch.float32:
-            found._dtype = torch.float32
-        dtype = found._dtype if not given else given.pop() if len(given) == 1 else torch.float32
+        dtype = found.dtype if not given else given.pop() if len(given) == 1 else torch.float32
         make = torch.zeros_like if found.accumulate else empty
         # A launch makes a bias' gradient beside its matrix'.
         beside = [n.replace("b", "w") for n in wanted if n not in _MATRICES]
@@ -74,6 +71,11 @@ class Targets:
             found.tensors[name] = direct
         return found
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the matrices' gradients that are returned."""
+        return torch.float32 if self._weights.w13.dtype == torch.float32 else torch.bfloat16
+
     def results(self) -> list[Tensor | None]:
         """Return the gradients of NAMES, None where not needed or added. After the launch, in stream order."""
         results: list[Tensor | None] = []
@@ -87,7 +89,7 @@ class Targets:
                 target = None
             if target is not None:
                 target = target.reshape(getattr(self._weights, name).shape)
-                target = target.to(self._dtype) if name in _MATRICES else target
+                target = target.to(self.dtype) if name in _MATRICES else target
             results.append(target)
         return results
 

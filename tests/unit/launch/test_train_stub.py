@@ -316,6 +316,21 @@ def test_gradients_have_their_masters_layout_and_only_what_is_needed_is_made(tra
     assert two.rows_out
 
 
+@FP8
+def test_fp32_masters_get_the_launchs_own_gradients_in_every_call(trained):
+    """Also in a call like the last one, whose targets are made without a look at the masters."""
+    layer = trained.layer()
+    masters = ExpertWeights(**{n: t.float() for n, t in trained.master.named().items()})
+    x, ids, scores, _, state = trained.forward(layer)
+    call = Call(x, ids, scores, masters, known=object())
+    for _ in range(3):
+        wanted = GradRequest(transposed=trained.transposed)
+        found = layer.backward(call, torch.zeros_like(x), state, wanted)
+        outs = [row.out[0].words[0] for row in argument("backward").gemm[2:4]]
+        assert outs == [found.w13.data_ptr(), found.w2.data_ptr()]
+        assert found.w13.dtype == found.w2.dtype == torch.float32
+
+
 ADDED = {  # gradients that are returned, dw_bytes of the launch, and what it adds to by itself
     "all": ([False] * 4, 4, [True] * 4),
     "bf16": ([False, False, True, True], 2, [True, True, False, False]),

@@ -36,7 +36,7 @@ FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial, type(funct
 def ours(thing):
     """Whether it is an object or a class of megamoe."""
     kind = thing if isinstance(thing, type) else type(thing)
-    return kind.__module__.split(".")[0] == "megamoe"
+    return (kind.__module__ or "").split(".")[0] == "megamoe"
 
 
 def tensors_kept(*roots, given=()):
