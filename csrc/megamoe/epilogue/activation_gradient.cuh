@@ -119,14 +119,14 @@ struct ActivationGradientEpilogue {
                     }
                 }
                 replace_sums(sum[0], made);
-                arch::fence_accumulator(sum[0]);  // else ptxas spills in the main loop
                 // This comes before the last hand-over, since the tile's release follows that.
                 if constexpr (weighted)
                     put_d_s<T>(ctx, current_tile<T>(), d_s, half == 1 && input == inputs_of_half - 1);
                 output.hand_over();
             }
             if constexpr (Rows::scaled)
-                write_rows<T>(ctx, current_tile<T>(), output, dgu_of(sum[0]), half, Fragment());
+                write_rows<T>(ctx, current_tile<T>(), output, dgu_of(sum[0], pairs_of_slot), half,
+                              Fragment());
             MEGAMOE_UNROLL
             for (int i = 0; i < S::sums; ++i) sum[0][i] = sum[1][i];
         }
@@ -138,28 +138,30 @@ struct ActivationGradientEpilogue {
     struct Dgu {
         uint32_t of[gu_planes][2][pairs];
     };
-    // Where dgu stands when all inputs of a half have come: in the registers of the sums that it is made of,
-    // since there are no others. An input's part goes behind those of the inputs before it, as the sums move
-    // up.
-    static MEGAMOE_DEVICE int place_in_sums(int plane, int i, int g) {
-        return g / pairs_of_slot * 4 * pairs_of_slot + (2 * plane + i) * pairs_of_slot + g % pairs_of_slot;
+    // Where dgu stands when a half is done, `step` pairs of a row at a time: in the registers of the sums
+    // that it is made of, since there are no others. Each step's part goes behind those of the steps before
+    // it, as the sums move up.
+    static MEGAMOE_DEVICE int place_in_sums(int step, int plane, int i, int g) {
+        return g / step * 4 * step + (2 * plane + i) * step + g % step;
     }
+    template <int step>
     static MEGAMOE_DEVICE void replace_sums(float (&sum)[S::sums],
-                                            const uint32_t (&made)[gu_planes][2][pairs_of_slot]) {
+                                            const uint32_t (&made)[gu_planes][2][step]) {
         MEGAMOE_UNROLL
-        for (int j = 0; j + 4 * pairs_of_slot < S::sums; ++j) sum[j] = sum[j + 4 * pairs_of_slot];
+        for (int j = 0; j + 4 * step < S::sums; ++j) sum[j] = sum[j + 4 * step];
         MEGAMOE_UNROLL
         for (int p = 0; p < gu_planes; ++p) {
             MEGAMOE_UNROLL
             for (int i = 0; i < 2; ++i) {
                 MEGAMOE_UNROLL
-                for (int g = 0; g < pairs_of_slot; ++g)
-                    sum[place_in_sums(p, i, pairs - pairs_of_slot + g)] =
+                for (int g = 0; g < step; ++g)
+                    sum[place_in_sums(step, p, i, pairs - step + g)] =
                         __builtin_bit_cast(float, made[p][i][g]);
             }
         }
+        arch::fence_accumulator(sum);  // else ptxas spills in the main loop
     }
-    static MEGAMOE_DEVICE Dgu dgu_of(const float (&sum)[S::sums]) {
+    static MEGAMOE_DEVICE Dgu dgu_of(const float (&sum)[S::sums], int step) {
         Dgu dgu;
         MEGAMOE_UNROLL
         for (int p = 0; p < gu_planes; ++p) {
@@ -167,7 +169,7 @@ struct ActivationGradientEpilogue {
             for (int i = 0; i < 2; ++i) {
                 MEGAMOE_UNROLL
                 for (int g = 0; g < pairs; ++g)
-                    dgu.of[p][i][g] = __builtin_bit_cast(uint32_t, sum[place_in_sums(p, i, g)]);
+                    dgu.of[p][i][g] = __builtin_bit_cast(uint32_t, sum[place_in_sums(step, p, i, g)]);
             }
         }
         return dgu;

@@ -59,29 +59,32 @@ struct TransposedGradientEpilogue : ActivationGradientEpilogue<S, Activation, Ro
                 auto& slot = smem.slots[inputs_ring.slot()];
                 const uint8_t* gates = slot.b[0] + math_warpgroup() * box_bytes;
                 const uint8_t* ups = slot.b[1] + math_warpgroup() * box_bytes;
-                uint32_t made[gu_planes][2][pairs_of_slot], hs[2][2];
                 uint4_t* to = own_vectors(slot.a);
-                MEGAMOE_UNROLL
-                for (int g = 0; g < pairs_of_slot; ++g) {
+                MEGAMOE_UNROLL_BY(1)
+                for (int g0 = 0; g0 < pairs_of_slot; g0 += step) {
+                    uint32_t made[gu_planes][2][step], hs[2][2];
                     MEGAMOE_UNROLL
-                    for (int i = 0; i < 2; ++i) {
-                        int at = swizzled(f.row, 2 * f.column(g)) + i * 8 * slot_k_bytes;
-                        uint32_t gate = *reinterpret_cast<const uint32_t*>(gates + at);
-                        uint32_t up = Activation::gated ? *reinterpret_cast<const uint32_t*>(ups + at) : 0;
-                        auto pair =
-                            Base::differentiate(args, gate, up, &sum[0][4 * g + 2 * i], s.of[i], d_s[i]);
+                    for (int g = 0; g < step; ++g) {
                         MEGAMOE_UNROLL
-                        for (int p = 0; p < gu_planes; ++p) made[p][i][g] = pair.dgu[p];
-                        hs[g % 2][i] = pair.hs;
-                        largest_hs = arch::larger_u16x2(largest_hs, pair.hs & (s.mask(i) & magnitudes));
+                        for (int i = 0; i < 2; ++i) {
+                            int at = swizzled(f.row, 2 * f.column(g0 + g)) + i * 8 * slot_k_bytes;
+                            uint32_t gate = *reinterpret_cast<const uint32_t*>(gates + at);
+                            uint32_t up =
+                                Activation::gated ? *reinterpret_cast<const uint32_t*>(ups + at) : 0;
+                            auto pair =
+                                Base::differentiate(args, gate, up, &sum[0][4 * g + 2 * i], s.of[i], d_s[i]);
+                            MEGAMOE_UNROLL
+                            for (int p = 0; p < gu_planes; ++p) made[p][i][g] = pair.dgu[p];
+                            hs[g % 2][i] = pair.hs;
+                            largest_hs = arch::larger_u16x2(largest_hs, pair.hs & (s.mask(i) & magnitudes));
+                        }
+                        // There are no registers for these: the thread reads them again.
+                        if (g % 2 != 0) to[(g0 + g) / 2 * 32] = {hs[0][0], hs[0][1], hs[1][0], hs[1][1]};
                     }
-                    // There are no registers for these: the thread reads them again.
-                    if (g % 2 != 0) to[g / 2 * 32] = {hs[0][0], hs[0][1], hs[1][0], hs[1][1]};
+                    Base::replace_sums(sum[0], made);
                 }
-                Base::replace_sums(sum[0], made);
-                arch::fence_accumulator(sum[0]);  // else ptxas spills in the main loop
             }
-            Dgu dgu = Base::dgu_of(sum[0]);
+            Dgu dgu = Base::dgu_of(sum[0], step);
             if (arch::ballot(s.mask(1) == 0) != 0) clear_rows(dgu, s);
             Base::template put_d_s<T>(ctx, current_tile<T>(), d_s, half == 1);
             PipelineRing<T> first = inputs_ring;  // twice around the ring is where it began
@@ -94,6 +97,7 @@ struct TransposedGradientEpilogue : ActivationGradientEpilogue<S, Activation, Ro
     }
 
   private:
+    static constexpr int step = pairs_of_slot / 2;
     static constexpr uint32_t magnitudes = 0x7fff7fffu;
     // Of this thread's rows r and r + 8. Rows behind the expert's last have -0 and become zeros, by masks: a
     // branch on the lane would take descriptors of MMAs out of the uniform registers.
