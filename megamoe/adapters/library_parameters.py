@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megamoe.formats.versions import invalidate, made_of
-from megamoe.formats.weights import ExpertWeights
+from megamoe.formats.weights import MASTERS, ExpertWeights
 from megamoe.layer import main_grad
 
 _ALIGNMENT = 16  # bytes, of TMA's strides
@@ -83,15 +83,16 @@ def weights_from(
     matrices: Sequence[Tensor],
     sources: Sequence[Sequence[Any]],
     biases: Sequence[Tensor | None] = (),
+    masters: Sequence[torch.dtype] = MASTERS[:1],
 ) -> ExpertWeights:
-    """Return experts as a layer takes them: copied where matrices are not bf16, or biases not fp32.
+    """Return experts as a layer takes them: cast to bf16 unless matrices have a dtype of `masters`, biases to fp32.
 
     matrices: w13 and w2, computed just now. sources: the parameters that each was computed from, so that an FP8 copy
         lives as long as they stay what they are; empty where there are no such copies. biases: b13 and b2.
     """
     made = []
     for w, parameters in zip(matrices, sources, strict=True):
-        made.append(w if w.dtype == torch.bfloat16 else w.bfloat16())
+        made.append(w if w.dtype in masters else w.bfloat16())
         if parameters:
             wanted = any(p.requires_grad for p in parameters)
             made_of(made[-1], [local(p) for p in parameters], trains=wanted)

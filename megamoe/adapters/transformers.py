@@ -46,7 +46,8 @@ from megamoe.adapters.transformers_weights import (
 )
 from megamoe.core.config import Problem
 from megamoe.core.errors import ConfigError
-from megamoe.formats.weights import ExpertWeights
+from megamoe.core.table import PRECISIONS
+from megamoe.formats.weights import MASTERS, ExpertWeights
 
 try:
     from transformers.distributed.expert_parallel import EPImplementationInterface
@@ -84,6 +85,7 @@ class Experts:
         Problem(128, 128, 1, 1, max_tokens=max_tokens, precision=stated)  # raises
         self._stated = check(backend, options)
         self._precision, self._max_tokens = precision, max_tokens
+        self._masters = MASTERS if PRECISIONS[stated].w.scaled else MASTERS[:1]
         self._modules: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()  # in order of calls
         # Closing is collective, and garbage is not collected at the same time on all ranks.
         self._spread: list[LibraryLayer] = []
@@ -110,7 +112,7 @@ class Experts:
         if getattr(module, "_is_expert_parallel", False):
             expected = f'all experts on one rank, or ep_implementation="{NAME}"'
             raise ConfigError("experts", f"{type(module).__name__} over several ranks", expected)
-        weights = weights_of(module)
+        weights = weights_of(module, self._masters)
         layer = self._layer(module, weights, top_k_index.shape[-1], None)
         x = hidden_states.to(torch.bfloat16)
         calls = (t.split(self._max_tokens) for t in (x, top_k_index, top_k_weights))
@@ -136,7 +138,7 @@ class Experts:
             top_k, group = top_k_index.shape[-1], ep_mesh.get_group()
             known = self._made(module, top_k_index.device, top_k)
             with together(known, group):
-                weights = weights_of(module)
+                weights = weights_of(module, self._masters)
             layer = known or self._layer(module, weights, top_k, group)
             x, ids, scores = hidden_states.to(torch.bfloat16), top_k_index, top_k_weights
             if tp_mesh.size() > 1:

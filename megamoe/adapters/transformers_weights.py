@@ -2,8 +2,9 @@
 
 A module has `gate_up_proj` (`up_proj` without a gate) and `down_proj`, each one tensor for all experts, and flags for
 their layout. They are read by their strides, with gate and up rows interleaved or not. Transposed weights (GPT-OSS) are
-copied in every call unless relayout() has moved them, and so are float types other than bf16. FP8 weights are read in
-place with their scales. Of packed FP4 weights only the scales are copied, once.
+copied in every call unless relayout() has moved them. Float types other than bf16 are cast in every call, except fp32
+masters of a layer that quantizes. FP8 weights are read in place with their scales. Of packed FP4 weights only the
+scales are copied, once.
 
 The activation is not looked up by its name. It is the one of megamoe that gives the same results as the module's own,
 so a module with another activation raises an error instead of computing something else.
@@ -11,6 +12,7 @@ so a module with another activation raises an error instead of computing somethi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -23,7 +25,7 @@ from megamoe.adapters.library_parameters import in_turn, weights_from
 from megamoe.core.config import Activation
 from megamoe.core.errors import ConfigError
 from megamoe.core.table import SCALE_GROUP
-from megamoe.formats.weights import ExpertWeights
+from megamoe.formats.weights import MASTERS, ExpertWeights
 
 _LIMITS, _ALPHAS = ("limit", "swiglu_limit"), ("alpha", "swiglu_alpha")  # as modules name them
 FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
@@ -48,13 +50,14 @@ def precisions_of(module: Any) -> tuple[str, ...]:
     return ()
 
 
-def weights_of(module: Any) -> ExpertWeights:
+def weights_of(module: Any, masters: Sequence[torch.dtype] = MASTERS[:1]) -> ExpertWeights:
     """Return a module's experts as a layer takes them: views wherever their memory can be read as it lies.
 
-    Gradients reach float parameters; stored FP8 and FP4 have none. Raises ConfigError for what a layer does not read.
+    masters: dtypes of float weights that need no cast to bf16. Gradients reach float parameters; stored FP8 and FP4
+    have none. Raises ConfigError for what a layer does not read.
     """
     if not precisions_of(module):
-        return _masters(module)
+        return _masters(module, masters)
     return _mxfp4(module) if matrices_of(module)[0].dtype in _PACKED else _fp8(module)
 
 
@@ -63,9 +66,9 @@ def matrices_of(module: Any) -> tuple[Tensor, Tensor]:
     return module.gate_up_proj if module.has_gate else module.up_proj, module.down_proj
 
 
-def _masters(module: Any) -> ExpertWeights:
+def _masters(module: Any, masters: Sequence[torch.dtype]) -> ExpertWeights:
     given = matrices_of(module)
-    w13, w2 = (w.bfloat16() for w in given)
+    w13, w2 = (w if w.dtype in masters else w.bfloat16() for w in given)
     b13 = b2 = None
     if module.has_bias:
         b13 = module.gate_up_proj_bias if module.has_gate else module.up_proj_bias
@@ -74,7 +77,7 @@ def _masters(module: Any) -> ExpertWeights:
         w13, w2 = w13.transpose(1, 2).contiguous(), w2.transpose(1, 2).contiguous()
     if module.has_gate and not module.is_concatenated:  # rows g0, u0, g1, u1, ...
         w13, b13 = in_turn(w13), None if b13 is None else in_turn(b13)
-    return weights_from((w13, w2), [[p] for p in given], (b13, b2))
+    return weights_from((w13, w2), [[p] for p in given], (b13, b2), masters)
 
 
 def _scales(module: Any) -> tuple[Tensor, Tensor]:

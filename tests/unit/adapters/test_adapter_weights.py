@@ -2,6 +2,7 @@
 
 import pytest
 
+import megamoe
 from megamoe.core.config import Activation
 from megamoe.core.errors import ConfigError
 from megamoe.testing.copies import watched
@@ -83,6 +84,29 @@ def test_experts_are_quantized_once_a_step(name, dtype):
                 p.mul_(-1)
             model(ids)
     assert seen == {"stale": 0, "q": 2 * (3 * layers + 1)}
+    own.close()
+
+
+def test_fp32_masters_are_quantized_without_a_bf16_copy():
+    """FP8 reads them in place, and their gradients are the sums before any rounding; BF16 still casts."""
+    own = adapter.register("megamoe_wide", backend="reference", precision="fp8")
+    model = model_of("Qwen3Moe", "megamoe_wide").float()
+    module = experts_of(model)[0]
+    with torch.no_grad():
+        module.down_proj.mul_(1 + 2**-12)  # to numbers that bf16 has not
+    x = torch.randn(12, 64, dtype=torch.bfloat16)
+    scores, ids = torch.randn(12, 6).softmax(-1).topk(2)
+    module(x, ids, scores).float().square().mean().backward()
+    (layer,) = module._megamoe_layers.values()
+    cached = layer._runtime.cache._seen
+    assert cached.w13 is module.gate_up_proj
+    assert cached.w2 is module.down_proj
+    expected = megamoe.ExpertWeights(module.gate_up_proj, module.down_proj).quantized(layer.problem)
+    assert torch.equal(cached.weights.w2_scale, expected.w2_scale)
+    gradient = module.down_proj.grad
+    assert gradient.dtype == torch.float32
+    assert not torch.equal(gradient, gradient.bfloat16().float())
+    assert weights_of(module).w2.dtype == torch.bfloat16
     own.close()
 
 
