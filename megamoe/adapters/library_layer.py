@@ -6,6 +6,7 @@ Each adapter adds how to read its library's parameters, which configurations no 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, TypedDict
 
 import torch
@@ -29,16 +30,21 @@ at_first_call = uncompiled(
 
 
 def check(
-    backend: str, options: dict[str, Any], trains: Problem | None = None
+    backend: str,
+    options: dict[str, Any],
+    problem: Problem = Problem(128, 128, 1, 1),
+    trains: bool = False,
 ) -> tuple[str, dict[str, Any]]:
     """Validate and return the backend and options that a library's user passed for megamoe.Layer.
 
-    Raises ConfigError for options that no layer supports, and if the precision of the problem `trains` does not train.
+    problem: what options are for, in its precision; its size does not matter. trains: True: the precision must train.
+    Raises ConfigError for options that no layer of a library supports, and for a precision that does not train.
     """
-    if trains is not None and not trains.formats.trains:
+    if trains and not problem.formats.trains:
         expected = "'bf16' or 'fp8', of bf16 parameters"
-        raise ConfigError("precision", repr(trains.precision), expected)
-    check_options(Problem(128, 128, 1, 1), None, options)
+        raise ConfigError("precision", repr(problem.precision), expected)
+    of_backend = {name: value for name, value in options.items() if name != "transposes"}
+    check_options(replace(problem, ep_size=1, rank=0), None, of_backend)
     resolve(backend)
     return backend, options
 
@@ -85,8 +91,9 @@ class LibraryLayer(Layer):
         group = ALONE if ranks_of(group)["ep_size"] == 1 else group
         super().__init__(problem, group, backend=backend, **more, **options)
         # After the checks of what ranks may differ in, which raise before memory is taken.
-        self.borrowed = borrow_window(self.problem, self.ranks, device, backend, options)
-        self._options = options | self.borrowed
+        of_backend = self._options
+        self.borrowed = borrow_window(self.problem, self.ranks, device, backend, of_backend)
+        self._options = of_backend | self.borrowed
 
     def close(self) -> None:
         """Free the layer's memory, and the window if no other layer uses it. Collective."""

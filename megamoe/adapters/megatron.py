@@ -142,7 +142,7 @@ class MegaMoELayer(LibraryModule, MoELayer, metaclass=_EqualToItsBase):
             bias=config.add_bias_linear,
             **ranks_of(pg_collection.ep),
         )
-        self._stated = check(backend, options, trains=self._problem)
+        self._stated = check(backend, options, self._problem, trains=True)
         super().__init__(config, submodules, layer_number, pg_collection)
         check_experts(self.experts)
         tie_experts(self.experts)

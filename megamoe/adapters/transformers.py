@@ -67,7 +67,7 @@ class Experts:
         backend: Backend of megamoe.Layer. Default: "auto".
         precision: See megamoe.Problem. Default: the format in which the weights are stored, bf16 for float types.
         max_tokens: Largest number of tokens per call of the layer; longer inputs take several calls. Default: 8192.
-        **options: Options of the backend.
+        **options: Options of the backend, and `transposes`, see megamoe.Options.
 
     Raises:
         ConfigError: An option is invalid.
@@ -82,8 +82,8 @@ class Experts:
         **options: Any,
     ) -> None:
         stated = "bf16" if precision is None else precision
-        Problem(128, 128, 1, 1, max_tokens=max_tokens, precision=stated)  # raises
-        self._stated = check(backend, options)
+        problem = Problem(128, 128, 1, 1, max_tokens=max_tokens, precision=stated)  # raises
+        self._stated = check(backend, options, problem)
         self._precision, self._max_tokens = precision, max_tokens
         self._masters = MASTERS if PRECISIONS[stated].w.scaled else MASTERS[:1]
         self._modules: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()  # in order of calls

@@ -110,6 +110,31 @@ def test_fp32_masters_are_quantized_without_a_bf16_copy():
     own.close()
 
 
+def gradients_of(**options):
+    """Return the gradients of one module's experts, and how its layer makes transposes."""
+    own = adapter.register("megamoe_options", backend="reference", precision="fp8", **options)
+    module = experts_of(model_of("Qwen3Moe", "megamoe_options"))[0]
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(12, 64, generator=generator).bfloat16()
+    scores, ids = torch.randn(12, 6, generator=generator).softmax(-1).topk(2)
+    module(x, ids, scores).float().square().mean().backward()
+    (layer,) = module._megamoe_layers.values()
+    found = module.gate_up_proj.grad, module.down_proj.grad, layer._runtime.cache.makes
+    own.close()
+    return found
+
+
+def test_options_of_fp8_training_reach_the_layers():
+    plain, e4m3 = gradients_of(), gradients_of(weight_gradients="e4m3", transposes="made")
+    for a, b in zip(plain[:2], e4m3[:2], strict=True):
+        assert 1e-3 < (a.float() - b.float()).norm() / a.float().norm() < 0.1
+    assert (plain[2], e4m3[2]) == (False, True)
+    with pytest.raises(ConfigError, match="weight_gradients.*'bf16' with precision 'bf16'"):
+        adapter.register("megamoe_options", weight_gradients="e4m3")
+    with pytest.raises(ConfigError, match="transposes.*'none'.*'kept' or 'made'"):
+        gradients_of(transposes="none")
+
+
 @pytest.mark.parametrize("name", ["GptOss", "AriaText"])
 def test_transposed_experts_are_moved_once(name, tmp_path):
     own = adapter.register("megamoe_moved", backend="staged")

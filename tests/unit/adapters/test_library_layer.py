@@ -56,7 +56,7 @@ def test_a_module_opens_its_layer_at_a_first_call_and_again_after_close():
 
 
 def test_what_no_layer_could_have_is_refused():
-    check("staged", {"reserve_sms": 4}, trains=PROBLEM)
+    check("staged", {"reserve_sms": 4}, PROBLEM, trains=True)
     with pytest.raises(ConfigError, match="backend is 'magma'"):
         check("magma", {})
     with pytest.raises(ConfigError, match="option is 'reserve_sm'"):
@@ -64,7 +64,7 @@ def test_what_no_layer_could_have_is_refused():
     packed = replace(PROBLEM, intermediate=64, precision="bf16xmxfp4")
     check("auto", {})
     with pytest.raises(ConfigError, match="precision is 'bf16xmxfp4', expected 'bf16' or 'fp8'"):
-        check("auto", {}, trains=packed)
+        check("auto", {}, packed, trains=True)
 
 
 def test_no_window_is_taken_for_a_layer_that_is_refused(monkeypatch):
