@@ -4,12 +4,16 @@
     python tools/train_hf.py                       spawns its ranks: every GPU, or one on a CPU
     torchrun --nproc-per-node 4 tools/train_hf.py  the same, started by torchrun
     python tools/train_hf.py --curves curves.png --generate 400
+    python tools/train_hf.py --wide --curves wide.csv
 
 The model is built from a configuration: 107 M parameters on GPUs, tiny on a CPU. Both runs begin with the same weights
 and read the text of tools/train_step.py. It prints tokens per second, peak memory and losses of both. Whole curves
 diverge by chance, because training amplifies the order of sums. So the check compares single steps along the run: both
 models take the run's parameters and the same routes, and loss and gradients must be equal. Several --seeds show how far
 final losses are apart in the mean.
+
+--wide trains a model of Qwen3-30B's width with transformers' experts and ours in BF16 and FP8. It prints tokens per
+second, peak memory, losses and the parts of a step, and judges nothing.
 """
 
 import sys
@@ -19,6 +23,7 @@ from pathlib import Path
 import torch
 from command import parser_of
 
+from bench.hf.cases import add_wide_arguments
 from bench.ranks import add_launch_arguments, launch
 
 
@@ -52,6 +57,7 @@ def main() -> int:
         default=0.05,
         help="largest allowed norm of the difference, relative to the norm",
     )
+    add_wide_arguments(parser)
     add_launch_arguments(parser)
     args = parser.parse_args()
     if args.generate < 0:
@@ -60,9 +66,9 @@ def main() -> int:
         parser.error('transformers are missing: pip install "megamoe[hf]"')
     if args.ranks is None and (args.cpu or not torch.cuda.is_available()):
         args.ranks = 1
-    from bench.hf.run import worker  # which needs transformers, and takes long to import
+    from bench.hf import run, wide  # which need transformers, and take long to import
 
-    return launch(worker, args)
+    return launch(wide.worker if args.wide else run.worker, args)
 
 
 if __name__ == "__main__":

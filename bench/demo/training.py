@@ -98,22 +98,37 @@ class Setup:
 
 
 class MasterAdamW:
-    """AdamW on fp32 copies of the parameters, since bf16 parameters swallow small updates."""
+    """AdamW on fp32 copies of the parameters, since bf16 parameters swallow small updates.
 
-    def __init__(self, parameters: list[nn.Parameter], weight_decay: float) -> None:
+    A parameter of the masters' dtype has no copy.
+    """
+
+    def __init__(
+        self,
+        parameters: list[nn.Parameter],
+        weight_decay: float,
+        dtype: torch.dtype = torch.float32,
+        fused: bool | None = None,
+    ) -> None:
         self.parameters: list[Any] = parameters
-        self.masters = [p.detach().float().clone() for p in parameters]
-        self.adam = torch.optim.AdamW(self.masters, betas=(0.9, 0.95), weight_decay=weight_decay)
+        self.masters: list[Any] = [
+            p if p.dtype == dtype else p.detach().to(dtype) for p in parameters
+        ]
+        self.adam = torch.optim.AdamW(
+            self.masters, betas=(0.9, 0.95), weight_decay=weight_decay, fused=fused
+        )
 
     @torch.no_grad()
-    def step(self, rate: float, scale: Tensor | float) -> None:
+    def step(self, rate: float, scale: Tensor | None = None) -> None:
         for parameter, master in zip(self.parameters, self.masters, strict=True):
-            master.grad = parameter.grad.float() * scale
-            parameter.grad = None
+            gradient, parameter.grad = parameter.grad.to(master.dtype), None
+            master.grad = gradient if scale is None else gradient * scale
         self.adam.param_groups[0]["lr"] = rate
         self.adam.step()
         for parameter, master in zip(self.parameters, self.masters, strict=True):
-            parameter.copy_(master)
+            master.grad = None
+            if master is not parameter:
+                parameter.copy_(master)
 
 
 class Progress:

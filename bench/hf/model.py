@@ -33,11 +33,14 @@ class Sizes:
     heads: int
     context: int
     batch: int  # sequences of a rank
+    vocabulary: int = VOCABULARY
+    head_size: int | None = None  # None: hidden / heads
+    groups: int = 2  # heads that share a key
 
     def config(self) -> transformers.Qwen3MoeConfig:
         made: Any = transformers.Qwen3MoeConfig  # its fields are no arguments to a type checker
         return made(
-            vocab_size=VOCABULARY,
+            vocab_size=self.vocabulary,
             hidden_size=self.hidden,
             intermediate_size=self.hidden,
             moe_intermediate_size=self.intermediate,
@@ -45,8 +48,8 @@ class Sizes:
             num_experts_per_tok=self.top_k,
             num_hidden_layers=self.layers,
             num_attention_heads=self.heads,
-            num_key_value_heads=self.heads // 2,
-            head_dim=self.hidden // self.heads,
+            num_key_value_heads=self.heads // self.groups,
+            head_dim=self.head_size or self.hidden // self.heads,
             max_position_embeddings=4 * self.context,
             norm_topk_prob=True,
             router_aux_loss_coef=0.01,
@@ -59,6 +62,11 @@ class Sizes:
 
 CPU_SIZES = Sizes(64, 48, 8, 2, layers=2, heads=4, context=64, batch=8)
 GPU_SIZES = Sizes(512, 256, 32, 4, layers=8, heads=8, context=512, batch=16)  # 107 M parameters
+WIDE_SIZES = Sizes(  # Qwen3-30B's, 8.1 B parameters in 12 layers
+    *(2048, 768, 128, 8),
+    **{"layers": 12, "heads": 32, "context": 2048, "batch": 4},
+    **{"vocabulary": 151_936, "head_size": 128, "groups": 8},
+)
 
 
 @contextmanager

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from bench.demo.checks import Check, distance, largest, replayed
 from bench.demo.curves import memory
-from bench.demo.model import VOCABULARY
 from bench.demo.training import MasterAdamW, Progress, Setup
 from bench.hf.model import (
     OURS,
@@ -53,11 +52,24 @@ class Run:
 
 def differentiate(model: Any, setup: Setup, step: int) -> float:
     """Leave the gradients of a step in the parameters; return its loss, the mean over the global batch."""
-    inputs, targets = setup.batch(step)
+    return mean(backward(model, *setup.batch(step)), setup)
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+
+def backward(
+    model: Any,
+    inputs: Tensor,
+    targets: Tensor,
+    loss_of: Callable[[Tensor, Tensor], Tensor] = cross_entropy,
+) -> Tensor:
+    """Leave the gradients of this rank's batch in the parameters; return its loss, without a wait for the device."""
     out = model(input_ids=inputs, use_cache=False, output_router_logits=True)
-    loss = F.cross_entropy(out.logits.float().view(-1, VOCABULARY), targets.reshape(-1))
+    loss = loss_of(out.logits, targets)
     (loss + model.config.router_aux_loss_coef * out.aux_loss).backward()
-    return mean(loss.detach(), setup)
+    return loss.detach()
 
 
 def mean(value: Tensor, setup: Setup) -> float:
@@ -81,7 +93,7 @@ def train(
             run.snapshots[step] = snapshot(model)
         start = time.perf_counter()
         run.losses.append(differentiate(model, setup, step))
-        optimizer.step(recipe.rate(step), 1.0)
+        optimizer.step(recipe.rate(step))
         if me.device.type == "cuda":
             torch.cuda.synchronize()
         run.seconds.append(time.perf_counter() - start)

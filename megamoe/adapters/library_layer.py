@@ -20,6 +20,7 @@ from megamoe.group.group import ALONE, Group, Together
 from megamoe.layer.layer import Layer
 from megamoe.window.window import Window, WindowSpec
 
+_ANY = Problem(128, 128, 1, 1)  # of check()
 MAX_TOKENS = 8192  # of a call, where neither the library nor its user says
 
 _windows: dict[Any, tuple[Window, list[int]]] = {}  # with how many layers use it
@@ -32,7 +33,7 @@ at_first_call = uncompiled(
 def check(
     backend: str,
     options: dict[str, Any],
-    problem: Problem = Problem(128, 128, 1, 1),
+    problem: Problem = _ANY,
     trains: bool = False,
 ) -> tuple[str, dict[str, Any]]:
     """Validate and return the backend and options that a library's user passed for megamoe.Layer.

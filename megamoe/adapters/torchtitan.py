@@ -71,9 +71,7 @@ class MegaRoutedExperts(LibraryModule, RoutedExperts):
     def __init__(self, config: Config) -> None:
         check_class(config.inner_experts)
         self._config = config
-        self._stated = check(
-            config.backend, config.options, self._problem_over(None), trains=True
-        )
+        self._stated = check(config.backend, config.options, self._problem_over(None), trains=True)
         super().__init__(config)
         expect_writes(self.inner_experts)
         self._mesh: Any = None

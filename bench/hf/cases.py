@@ -1,0 +1,24 @@
+"""Cases of tools/train_hf.py --wide: whose experts compute, and how; its arguments. It imports no transformers."""
+
+import argparse
+from typing import Any
+
+# Options of megamoe's adapter; None: transformers' own experts.
+CASES: dict[str, dict[str, Any] | None] = {
+    "own": None,
+    "bf16": {"precision": "bf16"},
+    "fp8": {"precision": "fp8"},
+    "fp8-e4m3": {"precision": "fp8", "weight_gradients": "e4m3"},
+    "fp8-e4m3-made": {"precision": "fp8", "weight_gradients": "e4m3", "transposes": "made"},
+}
+
+
+def add_wide_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add --wide and what it alone reads."""
+    group = parser.add_argument_group("a model of Qwen3-30B's width on one GPU, in several cases")
+    add = group.add_argument
+    add("--wide", action="store_true", help="train it; --curves names the CSVs, without a picture")
+    add("--cases", nargs="+", choices=CASES, default=list(CASES), help="default: all")
+    add("--masters", choices=("bf16", "fp32"), default="bf16", help="what AdamW holds")
+    add("--layers", type=int, help="default: 12, with fp32 masters 8")
+    add("--compile", action="store_true", help="torch.compile attention, norms, routers and loss")
