@@ -55,22 +55,29 @@ def compare_curves(
     return summarize(found, say), found
 
 
-def summarize(found: Losses, say: Callable[..., None]) -> bool:
-    """Print the final losses, how far they are from the first kind's over all seeds, and the standard error of that."""
-    kinds = list(dict.fromkeys(key[:2] for key in found))
-    finals = {
-        kind: [final_loss(losses) for key, losses in found.items() if key[:2] == kind]
-        for kind in kinds
-    }
-    base = finals[kinds[0]]
-    say(f"final losses, mean of the last {WINDOW} steps and of {len(base)} seeds, nats per byte:")
+def summarize(found: Losses, say: Callable[..., None], window: int = WINDOW) -> bool:
+    """Print the final losses, how far they are from the first kind's over the seeds of both, and its standard error.
+
+    Returns whether the precisions that quantize are within the tolerance.
+    """
+    finals: dict[tuple[str, str], dict[int, float]] = {}
+    for (backend, precision, seed), losses in found.items():
+        finals.setdefault((backend, precision), {})[seed] = final_loss(losses, window)
+    first, base = next(iter(finals.items()))
+    say(f"final losses, mean of the last {window} steps and of {len(base)} seeds, nats per byte:")
     good = True
     for kind, of_seeds in finals.items():
-        apart, error = paired(of_seeds, base)
-        text = f"{' '.join(kind)}: {statistics.mean(of_seeds):.4f}, {apart:+.2%} from {' '.join(kinds[0])}"
-        if len(base) > 1 and kind != kinds[0]:
+        both = [seed for seed in of_seeds if seed in base]
+        if not both:
+            continue
+        own = [of_seeds[seed] for seed in both]
+        apart, error = paired(own, [base[seed] for seed in both])
+        text = f"{' '.join(kind)}: {statistics.mean(own):.4f}, {apart:+.2%} from {' '.join(first)}"
+        if len(both) > 1 and kind != first:
             text += f", standard error {error:.2%}"
-        if PRECISIONS[kind[1]].w.scaled:
+        if len(both) < len(base):
+            text += f", {len(both)} seeds"
+        if kind[1] in PRECISIONS and PRECISIONS[kind[1]].w.scaled:
             close = abs(apart) <= FP8_TOLERANCE  # NaN is not
             good &= close
             text = f"{'PASS' if close else 'FAIL'}: {text}, tolerance {FP8_TOLERANCE:.1%}"
@@ -86,8 +93,8 @@ def paired(values: Sequence[float], base: Sequence[float]) -> tuple[float, float
     return apart, (squares / (n - 1) / n) ** 0.5 if n > 1 else float("nan")
 
 
-def final_loss(losses: list[float]) -> float:
-    last = losses[-WINDOW:]
+def final_loss(losses: list[float], window: int = WINDOW) -> float:
+    last = losses[-window:]
     return sum(last) / len(last)
 
 
@@ -161,7 +168,8 @@ def averaged(losses: list[float], step: int) -> float:
 
 
 def draw_again(args: argparse.Namespace) -> int:
-    """Judge and draw the curves of a CSV; return 1 without matplotlib."""
-    title, found = read(args.csv)
-    summarize(found, print)
-    return 0 if draw(found, title, args.csv.with_suffix(".png")) else 1
+    """Judge the curves of CSVs, and draw them under the first one's name; return 1 without matplotlib."""
+    titles, parts = zip(*map(read, args.csv), strict=True)
+    found = {key: losses for part in parts for key, losses in part.items()}
+    summarize(found, print, args.window)
+    return 0 if draw(found, titles[0], args.csv[0].with_suffix(".png")) else 1

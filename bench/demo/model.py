@@ -95,7 +95,8 @@ class RoutedExperts(nn.Module):
         super().__init__()
         self.config, self.group = config, group
         self.router = nn.Linear(config.hidden, config.num_experts, bias=False)
-        self.experts = megamoe.MegaMoE(
+        experts = moe_options.pop("experts", megamoe.MegaMoE)
+        self.experts = experts(
             hidden=config.hidden,
             intermediate=config.intermediate,
             num_experts=config.num_experts,

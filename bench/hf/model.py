@@ -63,9 +63,7 @@ class Sizes:
 CPU_SIZES = Sizes(64, 48, 8, 2, layers=2, heads=4, context=64, batch=8)
 GPU_SIZES = Sizes(512, 256, 32, 4, layers=8, heads=8, context=512, batch=16)  # 107 M parameters
 WIDE_SIZES = Sizes(  # Qwen3-30B's, 8.1 B parameters in 12 layers
-    *(2048, 768, 128, 8),
-    **{"layers": 12, "heads": 32, "context": 2048, "batch": 4},
-    **{"vocabulary": 151_936, "head_size": 128, "groups": 8},
+    *(2048, 768, 128, 8, 12, 32, 2048, 4), vocabulary=151_936, head_size=128, groups=8
 )
 
 

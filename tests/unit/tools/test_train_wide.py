@@ -64,7 +64,9 @@ def test_every_case_is_trained_from_one_start(run):
         assert all(float(row[part]) > 0 for part in wide.PARTS)
         timed = [float(s["ms"]) for s in steps if s["case"] == row["case"] and s["ms"]]
         assert len(timed) == RUN["steps"]
-        assert float(row["tokens_per_s"]) == pytest.approx(32e3 / statistics.median(timed), rel=1e-3)
+        assert float(row["tokens_per_s"]) == pytest.approx(
+            32e3 / statistics.median(timed), rel=1e-3
+        )
         assert f"{row['case']}: " in said
     quantizing = {row["case"]: float(row["quantizing"]) for row in cases}
     assert min(ms for case, ms in quantizing.items() if case.startswith("fp8")) > 0.1
