@@ -31,10 +31,7 @@ at_first_call = uncompiled(
 
 
 def check(
-    backend: str,
-    options: dict[str, Any],
-    problem: Problem = _ANY,
-    trains: bool = False,
+    backend: str, options: dict[str, Any], problem: Problem = _ANY, trains: bool = False
 ) -> tuple[str, dict[str, Any]]:
     """Validate and return the backend and options that a library's user passed for megamoe.Layer.
 
@@ -92,9 +89,8 @@ class LibraryLayer(Layer):
         group = ALONE if ranks_of(group)["ep_size"] == 1 else group
         super().__init__(problem, group, backend=backend, **more, **options)
         # After the checks of what ranks may differ in, which raise before memory is taken.
-        of_backend = self._options
-        self.borrowed = borrow_window(self.problem, self.ranks, device, backend, of_backend)
-        self._options = of_backend | self.borrowed
+        self.borrowed = borrow_window(self.problem, self.ranks, device, backend, self._options)
+        self._options |= self.borrowed
 
     def close(self) -> None:
         """Free the layer's memory, and the window if no other layer uses it. Collective."""

@@ -46,7 +46,6 @@ from megamoe.adapters.transformers_weights import (
 )
 from megamoe.core.config import Problem
 from megamoe.core.errors import ConfigError
-from megamoe.core.table import PRECISIONS
 from megamoe.formats.weights import MASTERS, ExpertWeights
 
 try:
@@ -85,7 +84,7 @@ class Experts:
         problem = Problem(128, 128, 1, 1, max_tokens=max_tokens, precision=stated)  # raises
         self._stated = check(backend, options, problem)
         self._precision, self._max_tokens = precision, max_tokens
-        self._masters = MASTERS if PRECISIONS[stated].w.scaled else MASTERS[:1]
+        self._masters = MASTERS if problem.formats.w.scaled else MASTERS[:1]
         self._modules: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()  # in order of calls
         # Closing is collective, and garbage is not collected at the same time on all ranks.
         self._spread: list[LibraryLayer] = []

@@ -1,10 +1,9 @@
 """Read the weights and the activation of a transformers experts module.
 
 A module has `gate_up_proj` (`up_proj` without a gate) and `down_proj`, each one tensor for all experts, and flags for
-their layout. They are read by their strides, with gate and up rows interleaved or not. Transposed weights (GPT-OSS) are
-copied in every call unless relayout() has moved them. Float types other than bf16 are cast in every call, except fp32
-masters of a layer that quantizes. FP8 weights are read in place with their scales. Of packed FP4 weights only the
-scales are copied, once.
+their layout. They are read by their strides, with gate and up rows interleaved or not. Calls copy transposed weights
+(GPT-OSS) unless relayout() has moved them, and float types except bf16 and an FP8 layer's fp32. FP8 weights are read in
+place with their scales. Of packed FP4 weights only the scales are copied, once.
 
 The activation is not looked up by its name. It is the one of megamoe that gives the same results as the module's own,
 so a module with another activation raises an error instead of computing something else.
@@ -12,7 +11,6 @@ so a module with another activation raises an error instead of computing somethi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -50,7 +48,7 @@ def precisions_of(module: Any) -> tuple[str, ...]:
     return ()
 
 
-def weights_of(module: Any, masters: Sequence[torch.dtype] = MASTERS[:1]) -> ExpertWeights:
+def weights_of(module: Any, masters: tuple[torch.dtype, ...] = MASTERS[:1]) -> ExpertWeights:
     """Return a module's experts as a layer takes them: views wherever their memory can be read as it lies.
 
     masters: dtypes of float weights that need no cast to bf16. Gradients reach float parameters; stored FP8 and FP4
@@ -66,7 +64,7 @@ def matrices_of(module: Any) -> tuple[Tensor, Tensor]:
     return module.gate_up_proj if module.has_gate else module.up_proj, module.down_proj
 
 
-def _masters(module: Any, masters: Sequence[torch.dtype]) -> ExpertWeights:
+def _masters(module: Any, masters: tuple[torch.dtype, ...]) -> ExpertWeights:
     given = matrices_of(module)
     w13, w2 = (w if w.dtype in masters else w.bfloat16() for w in given)
     b13 = b2 = None
