@@ -22,6 +22,7 @@ from bench.demo.model import ModelConfig, shared_corpus
 from bench.demo.training import MasterAdamW, Recipe, Setup
 from bench.hf.cases import CASES
 from bench.hf.model import CPU_SIZES, OURS, WIDE_SIZES, Sizes, parts
+from bench.hf.run import choose_backend
 from bench.hf.training import WARM, backward, cross_entropy
 from bench.ranks import Rank
 from bench.tables import header, write_table
@@ -244,10 +245,10 @@ def wide_of(args: argparse.Namespace, me: Rank) -> Wide:
         **{"learning_rate": 3e-4, "warmup": 10, "seed": args.seeds[0]},
     )
     adapter: Any = import_module("megamoe.adapters.transformers")
-    tokens = sizes.batch * sizes.context
+    backend, tokens = choose_backend(args.backend, sizes, me), sizes.batch * sizes.context
 
     def register(**options: Any) -> Any:
-        return adapter.register(OURS, backend=args.backend, max_tokens=tokens, **options)
+        return adapter.register(OURS, backend=backend, max_tokens=tokens, **options)
 
     setup = Setup(recipe, shared_corpus(), me.device, dist.group.WORLD, {})
     return Wide(sizes, setup, args.masters, args.compile, register)
