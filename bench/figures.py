@@ -446,6 +446,24 @@ def printed(of: str, first: str) -> str:
     return table(origin(PRINTED), [first, *columns], rows)
 
 
+# Tables that printed.csv may have: the page and the first column.
+LATER = {
+    "wide": ("training.md", "experts"),
+    "parts": ("training.md", "experts"),
+    "recipes": ("numerics.md", "run"),
+}
+
+
+def later(page: str) -> dict[str, Callable[[], str]]:
+    """Return the tables of a page that were measured."""
+    there = {r["table"] for r in lines(PRINTED)}
+    return {
+        name: partial(printed, name, first)
+        for name, (of, first) in LATER.items()
+        if of == page and name in there
+    }
+
+
 TRAINING: dict[str, Callable[[], str]] = {
     "transformers": transformers,
     "seeds": seeds,
@@ -651,5 +669,7 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "numerics.md": {
         "rounding": partial(rounding, FORWARD, "result", {"y": "y"}),
         "gradients": partial(rounding, BACKWARD, "gradient", GRADIENTS),
+        **later("numerics.md"),
     },
+    "training.md": later("training.md"),
 }

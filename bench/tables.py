@@ -16,6 +16,7 @@ import torch
 from bench.tree import ROOT, tree_hash
 from megamoe.core.table import PRECISIONS
 
+PRINTED = ("table", "case", "of", "value")  # columns of docs/measurements/printed.csv
 WIDTH = max(map(len, PRECISIONS)) + 2  # of a column of precisions
 
 

@@ -15,7 +15,7 @@ import torch
 
 from bench.demo.training import WINDOW, Setup, train
 from bench.plot import pyplot_or_none, save, shorter
-from bench.tables import header, write_table
+from bench.tables import PRINTED, header, write_table
 from megamoe.core.table import PRECISIONS
 
 FP8_TOLERANCE = 5e-3  # of BF16's final loss
@@ -55,28 +55,57 @@ def compare_curves(
     return summarize(found, say), found
 
 
-def summarize(found: Losses, say: Callable[..., None], window: int = WINDOW) -> bool:
-    """Print the final losses, how far they are from the first kind's over the seeds of both, and its standard error.
+def differences(
+    found: Losses, window: int
+) -> tuple[tuple[str, str], dict[tuple[str, str], tuple[float, float, float, int]]]:
+    """Return the first kind, and by kind its final loss, how far it is from the first's, the standard error, seeds.
 
-    Returns whether the precisions that quantize are within the tolerance.
+    Of the seeds that the first kind has, too.
     """
     finals: dict[tuple[str, str], dict[int, float]] = {}
     for (backend, precision, seed), losses in found.items():
         finals.setdefault((backend, precision), {})[seed] = final_loss(losses, window)
     first, base = next(iter(finals.items()))
-    say(f"final losses, mean of the last {window} steps and of {len(base)} seeds, nats per byte:")
-    good = True
+    made = {}
     for kind, of_seeds in finals.items():
         both = [seed for seed in of_seeds if seed in base]
-        if not both:
-            continue
         own = [of_seeds[seed] for seed in both]
-        apart, error = paired(own, [base[seed] for seed in both])
-        text = f"{' '.join(kind)}: {statistics.mean(own):.4f}, {apart:+.2%} from {' '.join(first)}"
-        if len(both) > 1 and kind != first:
+        if both:
+            pairs = paired(own, [base[seed] for seed in both])
+            made[kind] = (statistics.mean(own), *pairs, len(both))
+    return first, made
+
+
+def write_differences(found: Losses, title: str, path: Path, window: int) -> None:
+    """Write the differences of kinds from the first one, as printed.csv has them."""
+    first, made = differences(found, window)
+    rows = [
+        ["recipes", " ".join(kind), of, value]
+        for kind, (_, apart, error, seeds) in made.items()
+        if kind != first
+        for of, value in (
+            ("difference, %", f"{100 * apart:.2f}"),
+            ("standard error, %", f"{100 * error:.2f}"),
+            ("seeds", seeds),
+        )
+    ]
+    write_table(path, title, rows, PRINTED)
+
+
+def summarize(found: Losses, say: Callable[..., None], window: int = WINDOW) -> bool:
+    """Print the final losses, how far they are from the first kind's over the seeds of both, and its standard error.
+
+    Returns whether the precisions that quantize are within the tolerance.
+    """
+    first, made = differences(found, window)
+    most, good = made[first][3], True
+    say(f"final losses, mean of the last {window} steps and of {most} seeds, nats per byte:")
+    for kind, (loss, apart, error, seeds) in made.items():
+        text = f"{' '.join(kind)}: {loss:.4f}, {apart:+.2%} from {' '.join(first)}"
+        if seeds > 1 and kind != first:
             text += f", standard error {error:.2%}"
-        if len(both) < len(base):
-            text += f", {len(both)} seeds"
+        if seeds < most:
+            text += f", {seeds} seeds"
         if kind[1] in PRECISIONS and PRECISIONS[kind[1]].w.scaled:
             close = abs(apart) <= FP8_TOLERANCE  # NaN is not
             good &= close
@@ -172,4 +201,6 @@ def draw_again(args: argparse.Namespace) -> int:
     titles, parts = zip(*map(read, args.csv), strict=True)
     found = {key: losses for part in parts for key, losses in part.items()}
     summarize(found, print, args.window)
+    table = args.csv[0].with_name(f"{args.csv[0].stem}-differences.csv")
+    write_differences(found, titles[0], table, args.window)
     return 0 if draw(found, titles[0], args.csv[0].with_suffix(".png")) else 1

@@ -11,6 +11,13 @@ CASES: dict[str, dict[str, Any] | None] = {
     "fp8-e4m3": {"precision": "fp8", "weight_gradients": "e4m3"},
     "fp8-e4m3-made": {"precision": "fp8", "weight_gradients": "e4m3", "transposes": "made"},
 }
+LABELS = {
+    "own": "transformers' own",
+    "bf16": "BF16",
+    "fp8": "FP8, BF16 weight gradients",
+    "fp8-e4m3": "FP8, e4m3 weight gradients",
+    "fp8-e4m3-made": "FP8, e4m3 weight gradients, transposes made",
+}
 
 
 def add_wide_arguments(parser: argparse.ArgumentParser) -> None:

@@ -20,18 +20,17 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from bench.demo.curves import final_loss
 from bench.demo.model import ModelConfig, shared_corpus
 from bench.demo.training import MasterAdamW, Recipe, Setup
-from bench.hf.cases import CASES
+from bench.hf.cases import CASES, LABELS
 from bench.hf.model import CPU_SIZES, OURS, WIDE_SIZES, Sizes, parts
 from bench.hf.run import choose_backend
 from bench.hf.training import WARM, backward, cross_entropy
 from bench.ranks import Rank
-from bench.tables import header, write_table
+from bench.tables import PRINTED, header, write_table
 from megamoe.formats.weights import MASTERS
 
 TRACED = 2  # steps behind the timed ones that are cut into parts
 PARTS = ("attention", "norms", "router", "experts forward", "experts backward", "head and loss")
 REST, OPTIMIZER, QUANTIZING = "rest", "optimizer", "quantizing"
-COLUMNS = ("case", "masters", "compiled", "layers", "tokens", "steps", "tokens_per_s", "peak_gib")
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -295,20 +294,22 @@ def line(name: str, result: Result, wide: Wide) -> str:
 
 
 def write_results(path: Path, found: dict[str, Result], wide: Wide, title: str) -> None:
-    """Write PATH.csv, a row for each case, and PATH-steps.csv, a row for each step."""
-    sizes, names = wide.sizes, [*next(iter(found.values())).parts]
-    cases, steps = [], []
+    """Write PATH.csv, figures of each case as printed.csv has them, and PATH-steps.csv, a row for each step."""
+    figures, steps = [], []
     for name, result in found.items():
-        key = [name, wide.masters, wide.compiled]
-        speed = f"{result.tokens_per_s(wide.tokens):.1f}"
-        figures = [len(result.ms), speed, f"{result.peak_gib:.2f}", final_loss(result.losses)]
-        of = [f"{ms:.3f}" for ms in result.parts.values()]
-        cases.append([*key, sizes.layers, wide.tokens, *figures, *of])
+        case = LABELS[name]
+        case += f", fp32 masters, {wide.sizes.layers} layers" * (wide.masters == "fp32")
+        case += ", compiled" * wide.compiled
+        speed = f"{result.tokens_per_s(wide.tokens):.0f}"
+        memory, loss = f"{result.peak_gib:.1f}", f"{final_loss(result.losses):.4f}"
+        of = {"tokens/s": speed, "peak GiB": memory, "loss": loss}
+        figures += [["wide", case, *pair] for pair in of.items()]
+        figures += [["parts", case, part, f"{ms:.1f}"] for part, ms in result.parts.items()]
         timed = [""] * WARM + result.ms + [""] * TRACED
         steps += [
-            [*key, step, loss, ms]
-            for step, (loss, ms) in enumerate(zip(result.losses, timed, strict=True), start=1)
+            [case, step, *pair]
+            for step, pair in enumerate(zip(result.losses, timed, strict=True), start=1)
         ]
-    write_table(path.with_suffix(".csv"), title, cases, [*COLUMNS, "loss", *names])
+    write_table(path.with_suffix(".csv"), title, figures, PRINTED)
     behind = path.with_name(f"{path.stem}-steps.csv")
-    write_table(behind, title, steps, [*COLUMNS[:3], "step", "loss", "ms"])
+    write_table(behind, title, steps, ["case", "step", "loss", "ms"])

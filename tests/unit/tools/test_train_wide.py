@@ -2,6 +2,7 @@
 
 import argparse
 import csv
+import re
 import statistics
 import time
 from functools import partial
@@ -12,7 +13,7 @@ import torch
 transformers = pytest.importorskip("transformers", minversion="5.20")
 
 from bench.hf import wide  # noqa: E402
-from bench.hf.cases import CASES  # noqa: E402
+from bench.hf.cases import CASES, LABELS  # noqa: E402
 from bench.hf.model import Sizes, parts  # noqa: E402
 from bench.ranks import Rank  # noqa: E402
 
@@ -28,7 +29,7 @@ STEPS = wide.WARM + RUN["steps"] + wide.TRACED
 
 @pytest.fixture
 def run(alone, monkeypatch, capsys, tmp_path):
-    """Return a function that runs cases: arguments -> exit code, what was printed, rows of cases and of steps."""
+    """Return a function that runs cases: arguments -> exit code, what was printed, figures by case, rows of steps."""
     monkeypatch.setattr(wide, "CPU_SIZES", SIZES)
     monkeypatch.setattr(wide, "shared_corpus", lambda: torch.arange(2048).mul(7).to(torch.uint8))
 
@@ -39,36 +40,41 @@ def run(alone, monkeypatch, capsys, tmp_path):
     def call(**changed):
         given = RUN | {"curves": tmp_path / "wide.csv"} | changed
         code = wide.worker(Rank(0, 1, torch.device("cpu")), argparse.Namespace(**given))
-        files = tmp_path / "wide.csv", tmp_path / "wide-steps.csv"
-        return code, capsys.readouterr().out, *map(rows, files)
+        cases = {}
+        for row in rows(tmp_path / "wide.csv"):
+            cases.setdefault(row["case"], {})[row["table"], row["of"]] = row["value"]
+        return code, capsys.readouterr().out, cases, rows(tmp_path / "wide-steps.csv")
 
     return call
 
 
 def losses_of(steps, case):
-    return [float(row["loss"]) for row in steps if row["case"] == case]
+    how = "(, fp32 masters, 2 layers)?(, compiled)?"
+    return [float(row["loss"]) for row in steps if re.fullmatch(LABELS[case] + how, row["case"])]
 
 
 def test_every_case_is_trained_from_one_start(run):
     code, said, cases, steps = run()
     assert code == 0, said
-    assert [row["case"] for row in cases] == list(CASES)
+    assert cases.keys() == set(LABELS.values())
     losses = {case: losses_of(steps, case) for case in CASES}
     assert {len(of_case) for of_case in losses.values()} == {STEPS}
     first = [of_case[0] for of_case in losses.values()]
     assert max(first) - min(first) < 5e-3
     assert losses["fp8-e4m3"] == losses["fp8-e4m3-made"]
     assert len({tuple(of_case) for of_case in losses.values()}) == len(CASES) - 1
-    for row in cases:
-        assert row["steps"] == str(RUN["steps"])
-        assert all(float(row[part]) > 0 for part in wide.PARTS)
-        timed = [float(s["ms"]) for s in steps if s["case"] == row["case"] and s["ms"]]
+    for name, label in LABELS.items():
+        of = cases[label]
+        assert all(float(of["parts", part]) >= 0 for part in wide.PARTS)
+        timed = [float(s["ms"]) for s in steps if s["case"] == label and s["ms"]]
         assert len(timed) == RUN["steps"]
-        assert float(row["tokens_per_s"]) == pytest.approx(
-            32e3 / statistics.median(timed), rel=1e-3
-        )
-        assert f"{row['case']}: " in said
-    quantizing = {row["case"]: float(row["quantizing"]) for row in cases}
+        speed = 32e3 / statistics.median(timed)
+        assert float(of["wide", "tokens/s"]) == pytest.approx(speed, rel=1e-3)
+        assert float(of["wide", "loss"]) == pytest.approx(statistics.mean(losses[name]), abs=1e-4)
+        assert f"{name}: " in said
+    quantizing = {
+        case: float(cases[label]["parts", "quantizing"]) for case, label in LABELS.items()
+    }
     assert min(ms for case, ms in quantizing.items() if case.startswith("fp8")) > 0.1
     assert max(quantizing["own"], quantizing["bf16"]) < 0.1
 
@@ -84,11 +90,9 @@ def test_fp32_masters_of_fp8_are_the_parameters(run, monkeypatch):
     code, said, cases, steps = run(masters="fp32", cases=["bf16", "fp8-e4m3"])
     assert code == 0, said
     assert seen == {False: {torch.bfloat16}, True: {torch.float32}}
-    assert {row["masters"] for row in cases} == {"fp32"}
-    apart = [
-        abs(a - b)
-        for a, b in zip(*(losses_of(steps, c) for c in ("bf16", "fp8-e4m3")), strict=True)
-    ]
+    assert all(case.endswith(", fp32 masters, 2 layers") for case in cases)
+    both = (losses_of(steps, case) for case in ("bf16", "fp8-e4m3"))
+    apart = [abs(a - b) for a, b in zip(*both, strict=True)]
     assert 0 < max(apart) < 0.02
 
 
@@ -97,7 +101,7 @@ def test_a_case_that_fails_leaves_the_others(run, monkeypatch):
     code, said, cases, _ = run(cases=["fp8", "bf16"])
     assert code == 1
     assert "FAIL: fp8" in said
-    assert [row["case"] for row in cases] == ["bf16"]
+    assert list(cases) == ["BF16"]
 
 
 def test_a_run_without_our_layers_is_no_run(run, monkeypatch):
@@ -105,7 +109,7 @@ def test_a_run_without_our_layers_is_no_run(run, monkeypatch):
     monkeypatch.setattr(wide, "import_module", lambda name: argparse.Namespace(register=Stranger))
     code, said, cases, _ = run(cases=["own", "bf16"])
     assert code == 1
-    assert [row["case"] for row in cases] == ["own"]
+    assert list(cases) == [LABELS["own"]]
     assert "FAIL: bf16" in said
 
 
@@ -126,7 +130,7 @@ def test_compiled_dense_parts_compute_the_same(run, monkeypatch):
     torch._dynamo.utils.counters.clear()
     code, said, cases, compiled = run(compile=True, cases=["own"])
     assert code == 0, said
-    assert cases[0]["compiled"] == "True"
+    assert list(cases) == [f"{LABELS['own']}, compiled"]
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     assert 4 <= graphs <= 12  # of attention, norms, router and loss, not of each layer anew
     _, _, _, eager = run(cases=["own"])
