@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from megamoe import ExpertWeights, Problem
 from megamoe.backends.reference.backward import activation_gradient
 from megamoe.backends.reference.quant import GROUP, power_of_two
+from megamoe.launch.cache import quantize_weights
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -138,12 +139,23 @@ class Pool(NamedTuple):
         return [slice(*pair) for pair in zip([0, *ends], ends, strict=False)]
 
 
+def stored_values(problem: Problem, w13: Tensor, w2: Tensor) -> ExpertWeights:
+    """Return what masters are quantized to, in the type that multiply() takes."""
+    pairs = [
+        quantize_weights(w, planes, problem.formats.w, None, False, None)[0]
+        for w, planes in ((w13, 2), (w2, 1))
+    ]
+    (q13, s13), (q2, s2) = pairs
+    dtype = torch.bfloat16 if w13.is_cuda else torch.float32
+    return ExpertWeights(q13, q2, None, None, s13, s2).dense(problem, dtype)
+
+
 class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, how: tuple[Problem, Fp8Recipe], *tensors: Tensor) -> Tensor:
         x, ids, s, w13, w2 = tensors
         problem, recipe = how
-        stored = ExpertWeights(w13, w2).quantized(problem).dense(problem, torch.float32)
+        stored = stored_values(problem, w13, w2)
         pool = Pool.of(ids, problem.num_experts)
         given = quantize_rows(x, recipe.rows)
         gate_up = pool.multiply(pool.rows(given.values), stored.w13)
