@@ -69,7 +69,7 @@ def test_every_case_is_trained_from_one_start(run):
         timed = [float(s["ms"]) for s in steps if s["case"] == label and s["ms"]]
         assert len(timed) == RUN["steps"]
         speed = 32e3 / statistics.median(timed)
-        assert float(of["wide", "tokens/s"]) == pytest.approx(speed, rel=1e-3)
+        assert float(of["wide", "tokens/s"]) == pytest.approx(speed, abs=0.51)
         assert float(of["wide", "loss"]) == pytest.approx(statistics.mean(losses[name]), abs=1e-4)
         assert f"{name}: " in said
     quantizing = {
