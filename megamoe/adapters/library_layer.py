@@ -104,9 +104,6 @@ class LibraryLayer(Layer):
 class LibraryLayers(dict[Any, LibraryLayer]):
     """Map keys to layers. A copy is empty."""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> LibraryLayers:
-        return LibraryLayers()
-
     def __reduce__(self) -> tuple[Any, ...]:
         return LibraryLayers, ()
 
