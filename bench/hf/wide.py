@@ -2,6 +2,7 @@
 
 import argparse
 import gc
+import math
 import statistics
 import time
 import traceback
@@ -159,6 +160,8 @@ class Wide:
             called = experts.num_layers if experts else 0
             if called != (self.sizes.layers if experts else 0):
                 raise RuntimeError(f"megamoe computed {called} of {self.sizes.layers} layers")
+            if not all(map(math.isfinite, result.losses)):
+                raise RuntimeError(f"losses are {result.losses}, expected finite numbers")
             return result
         finally:
             if experts is not None:

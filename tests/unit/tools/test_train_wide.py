@@ -104,6 +104,19 @@ def test_a_case_that_fails_leaves_the_others(run, monkeypatch):
     assert list(cases) == ["BF16"]
 
 
+def test_a_loss_that_is_not_finite_is_no_result(run, monkeypatch):
+    def spoiled(model, *given):
+        return wide_backward(model, *given) * (float("nan") if hasattr(seen, "done") else 1.0)
+
+    seen, wide_backward, quantize = argparse.Namespace(), wide.backward, wide.quantize
+    monkeypatch.setattr(wide, "backward", spoiled)
+    monkeypatch.setattr(wide, "quantize", lambda m: (setattr(seen, "done", 1), quantize(m)))
+    code, said, cases, _ = run(cases=["bf16", "fp8"])
+    assert code == 1
+    assert "FAIL: fp8" in said
+    assert list(cases) == ["BF16"]
+
+
 def test_a_run_without_our_layers_is_no_run(run, monkeypatch):
     monkeypatch.setattr(wide, "OURS", "eager")
     monkeypatch.setattr(wide, "import_module", lambda name: argparse.Namespace(register=Stranger))
