@@ -1,20 +1,23 @@
 """tools/demo_curves.py --seeds: the demo trained by recipes of FP8, those of the kernel and simulated ones."""
 
 import argparse
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from statistics import mean
 from typing import Any
 
 import torch.distributed as dist
 
+from bench.demo.checks import Replay
 from bench.demo.curves import Losses, final_loss, summarize, write
-from bench.demo.model import shared_corpus
+from bench.demo.model import ByteLM, shared_corpus
 from bench.demo.recipes import E5M2, Fp8Recipe, SimulatedExperts
 from bench.demo.step import CPU_MODEL, GPU_MODEL
 from bench.demo.training import Recipe, Setup, train
 from bench.ranks import Rank
 from bench.shapes import problem_of
-from bench.tables import header
+from bench.tables import PRINTED, header, write_table
 from megamoe.backends.select import choose
 from megamoe.testing.shapes import Shape
 
@@ -31,6 +34,8 @@ SIMULATED = {
     "token": Fp8Recipe(rows="token"),
     "e5m2": Fp8Recipe(gradients=E5M2),
 }
+REPLAYS = 4  # steps that are taken by all cases from equal parameters
+GRADIENTS = "experts' gradients apart"  # the largest of these steps, relative
 CASES = [*LAYERS, *(f"simulated-{name}" for name in SIMULATED)]
 FP8_ON_CPU = ["bf16", *CASES[len(LAYERS) :]]  # without a kernel, FP8 layers take seconds per step
 
@@ -44,7 +49,11 @@ def options_of(case: str, backend: str) -> tuple[str, dict[str, Any]]:
 
 
 def worker(me: Rank, args: argparse.Namespace) -> int:
-    """Train every case with every seed; write the losses behind each run."""
+    """Train every case with every seed; write the losses behind each run.
+
+    Along the first case's run, the others also take single steps from its parameters and routes. How far their experts'
+    gradients are from its own tells recipes apart that losses, which differ by chance, do not.
+    """
     on_gpu = me.device.type == "cuda"
     if me.size > 1:
         raise SystemExit(f"recipes are simulated on one rank, not {me.size}: --ranks 1")
@@ -56,14 +65,38 @@ def worker(me: Rank, args: argparse.Namespace) -> int:
     backend = choose("auto", problem, dist.group.WORLD, me.device) if on_gpu else "staged"
     this, title = Setup(recipe, shared_corpus(), me.device, dist.group.WORLD, {}), header()
     found: Losses = {}
+    apart: dict[str, list[float]] = {}
     for seed in args.seeds:
+        setups = {}
         for case in args.cases or (CASES if on_gpu else FP8_ON_CPU):
             name, options = options_of(case, backend)
-            setup = replace(this, options=options, recipe=replace(recipe, seed=seed))
-            losses = train(setup, f"{name} {case}, seed {seed}").losses
-            case = case.removeprefix("simulated-")
-            found[name, case, seed] = losses
-            me.print(f"{name} {case}, seed {seed}: {final_loss(losses, args.window):.4f}")
+            key = name, case.removeprefix("simulated-")
+            setups[key] = replace(this, options=options, recipe=replace(recipe, seed=seed))
+        steps = {key: Replay(setup, recipe.steps, REPLAYS) for key, setup in setups.items()}
+        for key, setup in setups.items():
+            label = " ".join(key)
+            losses = train(setup, f"{label}, seed {seed}", inspect=every(steps)).losses
+            for other in [*steps]:  # all of them, behind the first run
+                replay = steps.pop(other)
+                replay.close()
+                apart.setdefault(" ".join(other), []).append(replay.apart["experts"])
+            found[(*key, seed)] = losses
+            me.print(f"{label}, seed {seed}: {final_loss(losses, args.window):.4f}")
             write(found, title, args.csv[0])  # each time: a later run may be cut off
+            rows = [["recipes", of, GRADIENTS, f"{mean(all_):.4f}"] for of, all_ in apart.items()]
+            table = args.csv[0].with_name(f"{args.csv[0].stem}-gradients.csv")
+            write_table(table, title, rows, PRINTED)
     summarize(found, me.print, args.window)
+    for label, of_seeds in apart.items():
+        me.print(f"  {label}: {GRADIENTS} {mean(of_seeds):.2e} from the first case's")
     return 0
+
+
+def every(steps: dict[tuple[str, str], Replay]) -> Callable[[ByteLM, int, float], None]:
+    """Return what has all of these models take a step of a run."""
+
+    def inspect(model: ByteLM, step: int, loss: float) -> None:
+        for replay in steps.values():
+            replay.inspect(model, step, loss)
+
+    return inspect

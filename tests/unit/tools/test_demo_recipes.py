@@ -159,6 +159,11 @@ def test_recipes_are_trained_in_pairs(screened, capsys):
     assert 0 < max(first) - min(first) < 5e-3  # one start, other arithmetic
     assert len({tuple(losses) for losses in found.values()}) == len(kinds)
     assert "simulated token: " in said
+    rows = one.with_name("1-gradients.csv").read_text().splitlines()[2:]
+    apart = {row.split(",")[1]: float(row.split(",")[3]) for row in rows}
+    assert list(apart) == [" ".join(kind) for kind in kinds]
+    assert apart["staged bf16"] < 1e-3 < 0.02 < apart["simulated fp8"]
+    assert apart["simulated fp8"] < apart["simulated group"] < apart["simulated e5m2"] < 0.3
 
     two, _ = screened(2)  # as another process does
     draw_again(argparse.Namespace(csv=[one, two], window=3))
