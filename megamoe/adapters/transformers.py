@@ -187,11 +187,9 @@ class Experts:
     def _make(self, module: Any, weights: ExpertWeights, top_k: int, group: Any) -> LibraryLayer:
         device = weights.w2.device
         key = self._number, device, top_k  # a module may be moved
-
-        def problem(_: Any) -> Problem:
-            return self._problem(module, weights, top_k, group)
-
-        layer = LibraryLayer(problem, group, device, *self._stated)
+        layer = LibraryLayer(
+            lambda _: self._problem(module, weights, top_k, group), group, device, *self._stated
+        )
         self._windows.append(layer.borrowed)
         if not hasattr(module, "_megamoe_layers"):
             module._megamoe_layers = LibraryLayers()  # where torch.compile sees them

@@ -51,8 +51,7 @@ def precisions_of(module: Any) -> tuple[str, ...]:
 def weights_of(module: Any, masters: tuple[torch.dtype, ...] = MASTERS[:1]) -> ExpertWeights:
     """Return a module's experts as a layer takes them: views wherever their memory can be read as it lies.
 
-    masters: dtypes of float weights that need no cast to bf16. Gradients reach float parameters; stored FP8 and FP4
-    have none. Raises ConfigError for what a layer does not read.
+    masters: float types that are not cast. Only floats get gradients. Raises ConfigError for what no layer reads.
     """
     if not precisions_of(module):
         return _masters(module, masters)
