@@ -14,9 +14,9 @@ CASES: dict[str, dict[str, Any] | None] = {
 LABELS = {
     "own": "transformers' own",
     "bf16": "BF16",
-    "fp8": "FP8, BF16 weight gradients",
-    "fp8-e4m3": "FP8, e4m3 weight gradients",
-    "fp8-e4m3-made": "FP8, e4m3 weight gradients, transposes made",
+    "fp8": "FP8",
+    "fp8-e4m3": "FP8 e4m3",
+    "fp8-e4m3-made": "FP8 e4m3, transposes made",
 }
 
 

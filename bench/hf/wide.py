@@ -30,7 +30,7 @@ from bench.tables import PRINTED, header, write_table
 from megamoe.formats.weights import MASTERS
 
 TRACED = 2  # steps behind the timed ones that are cut into parts
-PARTS = ("attention", "norms", "router", "experts forward", "experts backward", "head and loss")
+PARTS = ("attention", "norms", "router", "experts forward", "experts backward", "head")
 REST, OPTIMIZER, QUANTIZING = "rest", "optimizer", "quantizing"
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -213,7 +213,7 @@ def quantize(model: nn.Module) -> None:
 
 def watch_parts(model: Any, timeline: Timeline) -> None:
     """Have a timeline see the parts of a Qwen3-MoE."""
-    timeline.watch(model.lm_head, "head and loss", after="head and loss")
+    timeline.watch(model.lm_head, "head", after="head")
     timeline.watch(model.model.norm, "norms")
     for layer in model.model.layers:
         timeline.watch(layer.self_attn, "attention")
