@@ -29,6 +29,7 @@ from megamoe.launch.table import (
     set_maps,
     write,
 )
+from megamoe.ops.groups import Groups
 from megamoe.ops.operands import Operands, by_k
 
 
@@ -42,7 +43,7 @@ class Gemm:
     """
 
     operands: Operands
-    offs: Tensor | None
+    groups: Groups
     out: Tensor
     bias: Tensor | None = None
     activation: Activation | None = None
@@ -54,7 +55,8 @@ class Gemm:
         """Fill a zeroed `abi.LAUNCHES["grouped"]`."""
         (x, w, x_scale, w_scale), act, own = self.operands, self.activation, args.own
         args.num_local_experts = w.shape[0]
-        own.ends, own.num_rows = address_of(self.offs), self.out.shape[0]
+        own.ends, own.num_rows = address_of(self.groups.offs), self.out.shape[0]
+        own.row_alignment = self.groups.alignment
         written = (t for t in (self.out, self.gu if self.h is None else self.h) if t is not None)
         for i, t in enumerate(written):
             own.cleared[i] = t.data_ptr()
@@ -95,7 +97,7 @@ class Outer:
     a: Tensor
     b: Tensor
     tails: tuple[Tensor, Tensor]
-    offs: Tensor | None
+    groups: Groups
     out: Tensor
     sums: Tensor | None
     accumulate: bool
@@ -104,7 +106,8 @@ class Outer:
         """Fill a zeroed `abi.LAUNCHES["grouped_weights"]`."""
         own, out, size = args.own, self.out, self.out.element_size()
         args.num_local_experts = out.shape[0]
-        own.ends, own.num_rows = address_of(self.offs), self.a.shape[0]
+        own.ends, own.num_rows = address_of(self.groups.offs), self.a.shape[0]
+        own.row_alignment = self.groups.alignment
         own.dw_bytes, own.accumulate = size, self.accumulate
         set_map(own.tails_b, encode(*_matrices(self.tails[1][None, None])))
         row = Row(

@@ -22,12 +22,14 @@ from megamoe.core.planes import (
 )
 from megamoe.core.uncompiled import uncompiled
 from megamoe.formats.quantization import E4M3, num_groups
+from megamoe.ops.groups import Groups
 from megamoe.ops.operands import split
 from megamoe.ops.scales import by_block, num_places
 
 Placed = tuple[Tensor | None, Tensor | None, bool]
 MAX_ROWS = (1 << 31) - 256
 MAX_WIDTH = 1 << 24
+ALIGNMENTS = tuple(1 << bits for bits in range(9))
 
 
 @uncompiled("an operator of megamoe refuses its arguments: call it outside of the graph to see why")
@@ -112,8 +114,11 @@ def alternates(glu: object, act: Activation) -> bool:
     return act.gated and glu == "interleaved"
 
 
-def check_offs(offs: Tensor | None, num_experts: int, x: Tensor) -> None:
+def check_groups(groups: Groups, num_experts: int, x: Tensor) -> None:
     """offs: [E] int32, where the rows of each expert end; None with one expert alone."""
+    offs, alignment = groups
+    if type(alignment) is not int or alignment not in ALIGNMENTS:
+        refuse("alignment", repr(alignment), "a power of two up to 256")
     if offs is None:
         if num_experts != 1:
             refuse("offs", None, f"the ends of {num_experts} experts: None is for one")
@@ -128,10 +133,11 @@ def check_offs(offs: Tensor | None, num_experts: int, x: Tensor) -> None:
         refuse("offs.stride()", offs.stride(), "1")
 
 
-def num_ends(offs: Tensor | None, x: Tensor) -> int:
+def num_ends(groups: Groups, x: Tensor) -> int:
     """Return the number of experts E, which `offs` determines."""
+    offs = groups.offs
     check_experts("offs", num := offs.numel() if isinstance(offs, Tensor) else 1)
-    check_offs(offs, num, x)
+    check_groups(groups, num, x)
     return num
 
 
@@ -149,7 +155,7 @@ class Given(NamedTuple):
 
     x: Tensor
     w: Tensor
-    offs: Tensor | None
+    groups: Groups
     bias: Tensor | None
     planes: int = 1
     alternate: bool = False
@@ -173,7 +179,7 @@ class Given(NamedTuple):
         num, k, width = w.shape
         if k != x.shape[1]:
             refuse(f"{of_w}.shape", list(w.shape), f"[experts, {x.shape[1]}, N]")
-        check_offs(self.offs, num, x)
+        check_groups(self.groups, num, x)
         check_bias(of_bias, self.bias, num, width, x)
         if recipe is not None and (k % STRIDE_BYTES or width // self.planes % STRIDE_BYTES):
             # of copies in e4m3, the transposed ones too
@@ -194,7 +200,7 @@ class Given(NamedTuple):
         shapes = ((rows,), (1, places)) if by_row else ((rows, groups), (groups, places))
         _check_scales("scale_a", a, shapes, self.x)
         if tuple(a.shape) == shapes[0]:
-            a = by_block(a.reshape(rows, -1), self.offs, num)
+            a = by_block(a.reshape(rows, -1), self.groups, num)
         b = b.transpose(1, 2) if blocks else split(b, planes, self.alternate).reshape(num, -1, 1)
         a, b = a.contiguous(), b.contiguous()
         check_place("scale_a", a)
@@ -231,12 +237,12 @@ def check_quantized(x: Tensor, recipe: object, offs: Tensor | None, glu: object)
         refuse("glu", repr(glu), "None, or 'halves' with BlockWise128x128 and even columns")
 
 
-def outer(mat_a: Tensor, mat_b: Tensor, offs: Tensor | None) -> tuple[Tensor, Tensor, int]:
+def outer(mat_a: Tensor, mat_b: Tensor, groups: Groups) -> tuple[Tensor, Tensor, int]:
     """mat_a: [N1, M], mat_b: [M, N2] -> both as rows [M, N], and the number of experts E, which `offs` determines."""
     a, b = by_row(mat_a.mT if mat_a.dim() == 2 else mat_a), by_row(mat_b)
     check_rows("mat_a.mT", a)
     check_rows("mat_b", b, a)
-    return a, b, num_ends(offs, a)
+    return a, b, num_ends(groups, a)
 
 
 def by_row(t: Tensor) -> Tensor:

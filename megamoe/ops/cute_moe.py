@@ -59,6 +59,7 @@ class _Down(torch.autograd.Function):
         w, pre, offs, bias = ctx.saved_tensors
         dy, (_, of_w, *_, of_bias, _) = gradients.rows_of(dy), ctx.needs_input_grad
         d_pre, h = grouped_mm_dact(dy, w.mT, pre, ctx.act, offs=offs, glu="interleaved")
-        call = SimpleNamespace(offs=offs, bias=bias, needs={"w": of_w, "bias": of_bias})
+        needs = {"w": of_w, "bias": of_bias}
+        call = SimpleNamespace(offs=offs, alignment=1, bias=bias, needs=needs)
         dw, db = gradients.of_weights(dy, h, w, ("w", "bias"), call)
         return None, dw, d_pre, None, db, None

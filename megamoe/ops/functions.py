@@ -15,6 +15,7 @@ from megamoe.core.config import Activation, activation_by_name
 from megamoe.formats import quantization
 from megamoe.ops import checks, gradients, operators
 from megamoe.ops.checks import Given
+from megamoe.ops.groups import Groups
 from megamoe.ops.operands import join, split
 from megamoe.ops.scales import by_block
 
@@ -26,14 +27,10 @@ gradients.register()
 
 
 def grouped_mm(
-    mat_a: Tensor,
-    mat_b: Tensor,
-    *,
-    offs: Tensor | None = None,
-    bias: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
+    mat_a: Tensor, mat_b: Tensor, *, offs: Tensor | None = None, alignment: int = 1,
+    bias: Tensor | None = None, out_dtype: torch.dtype | None = None,
     recipe: Recipe | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Multiply each row by the matrix of its group, as torch.nn.functional.grouped_mm does.
 
     Args:
@@ -43,6 +40,8 @@ def grouped_mm(
             of each group, a weight gradient; its own derivative raises an error. N and N2 are multiples of 8.
         offs: [E] int32, the end of each group's rows, ascending. The last may be less than M. Default: one group has
             all rows.
+        alignment: Each group begins at the end before rounded up to this multiple, a power of two up to 256. Rows
+            between are ignored, and zeros in the result. Default: 1.
         bias: [E, N] fp32 or bf16. Default: no bias.
         out_dtype: bf16, or of two 2-D operands fp32. Default: bf16.
         recipe: "blockwise": quantize both operands to FP8 in this call (docs/ops.md). Default: None, bf16.
@@ -59,28 +58,20 @@ def grouped_mm(
     if mat_b.dim() == 2:
         if bias is not None or recipe is not None:
             checks.refuse("mat_b.shape", list(mat_b.shape), "[experts, K, N] beside bias or recipe")
-        a, b, num = checks.outer(mat_a, mat_b, offs)
+        a, b, num = checks.outer(mat_a, mat_b, Groups(offs, alignment))
         fp32 = out_dtype == torch.float32
-        made: Tensor = operators.grouped_wgrad(a, b, offs, num, fp32, False)[0]
+        made: Tensor = operators.grouped_wgrad(a, b, offs, alignment, num, fp32, False)[0]
         return made
-    return _product(Given(mat_a, mat_b, offs, bias), (), recipe)
+    return _product(Given(mat_a, mat_b, Groups(offs, alignment), bias), (), recipe)
 
 
 def scaled_grouped_mm(
-    mat_a: Tensor,
-    mat_b: Tensor,
-    scale_a: Tensor,
-    scale_recipe_a: ScalingType,
-    scale_b: Tensor,
-    scale_recipe_b: ScalingType,
-    swizzle_a: SwizzleType | None = None,
-    swizzle_b: SwizzleType | None = None,
-    bias: Tensor | None = None,
-    offs: Tensor | None = None,
-    output_dtype: torch.dtype | None = torch.bfloat16,
-    contraction_dim: tuple[int, ...] = (),
-    use_fast_accum: bool = False,
-) -> Tensor:
+    mat_a: Tensor, mat_b: Tensor, scale_a: Tensor, scale_recipe_a: ScalingType, scale_b: Tensor,
+    scale_recipe_b: ScalingType, swizzle_a: SwizzleType | None = None,
+    swizzle_b: SwizzleType | None = None, bias: Tensor | None = None, offs: Tensor | None = None,
+    output_dtype: torch.dtype | None = torch.bfloat16, contraction_dim: tuple[int, ...] = (),
+    use_fast_accum: bool = False, alignment: int = 1,
+) -> Tensor:  # fmt: skip
     """Multiply rows by the matrix of their group in FP8, as torch.nn.functional.scaled_grouped_mm does.
 
     Recipes: (BlockWise1x128, BlockWise128x128), (RowWise, RowWise), (BlockWise1x128, RowWise). Not differentiable.
@@ -100,6 +91,7 @@ def scaled_grouped_mm(
         output_dtype: bf16. Default: bf16.
         contraction_dim: Empty.
         use_fast_accum: Changes nothing: the recipe alone decides how products are summed (docs/numerics.md).
+        alignment: see grouped_mm(). Default: 1.
 
     Returns:
         [M, N] bf16. Rows after offs[-1] are zeros.
@@ -113,22 +105,15 @@ def scaled_grouped_mm(
     checks.check_choice("output_dtype", output_dtype, (None, torch.bfloat16))
     checks.check_choice("contraction_dim", contraction_dim, ((), []))
     scales = scale_a, scale_recipe_a, scale_b, scale_recipe_b
-    return _product(Given(mat_a, mat_b, offs, bias), scales)
+    return _product(Given(mat_a, mat_b, Groups(offs, alignment), bias), scales)
 
 
 def grouped_mm_act(
-    mat_a: Tensor,
-    mat_b: Tensor,
-    activation: str | Activation = "swiglu",
-    *,
-    offs: Tensor | None = None,
-    bias: Tensor | None = None,
-    glu: Glu = "halves",
-    return_pre: bool = False,
-    scales: Scales | tuple[()] = (),
-    output_dtype: torch.dtype = torch.bfloat16,
-    recipe: Recipe | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+    mat_a: Tensor, mat_b: Tensor, activation: str | Activation = "swiglu", *,
+    offs: Tensor | None = None, alignment: int = 1, bias: Tensor | None = None,
+    glu: Glu = "halves", return_pre: bool = False, scales: Scales | tuple[()] = (),
+    output_dtype: torch.dtype = torch.bfloat16, recipe: Recipe | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Multiply each row by the gate and up projection of its group and apply the activation; differentiable.
 
     Args:
@@ -137,6 +122,7 @@ def grouped_mm_act(
             contiguous in 2*I is copied in each call if it is "interleaved", or in FP8.
         activation: A name or an Activation. Default: "swiglu".
         offs: [E] int32, see grouped_mm(). Default: one group has all rows.
+        alignment: see grouped_mm(). Default: 1.
         bias: [E, 2*I] fp32 or bf16, in the order of mat_b's columns. Default: no bias.
         glu: Where gate and up lie in mat_b's columns. "halves": gate columns, then up columns. "interleaved": g0 u0 g1
             u1, as in GPT-OSS. Default: "halves".
@@ -158,19 +144,19 @@ def grouped_mm_act(
     """
     act = activation_by_name(activation)
     checks.check_mode(mat_a=mat_a, mat_b=mat_b, bias=bias)
-    alternate = checks.alternates(glu, act)
+    alternate, groups = checks.alternates(glu, act), Groups(offs, alignment)
     checks.check_choice("output_dtype", output_dtype, (torch.bfloat16, quantization.E4M3))
     quantizes = output_dtype == quantization.E4M3
     plain = not scales and recipe is None and not quantizes
     if return_pre and not plain:
         checks.refuse("return_pre", True, "False in FP8")
-    given = Given(mat_a, mat_b, offs, bias, act.planes, alternate, of_product=False)
+    given = Given(mat_a, mat_b, groups, bias, act.planes, alternate, of_product=False)
     of = given.check(scales, recipe)
     w, bias = checks.planes_of("mat_b", mat_b, bias, act.planes, alternate)
     if quantizes and w.shape[2] % 16:
         checks.refuse("mat_b.shape", list(mat_b.shape), "I a multiple of 16, to quantize h")
     saves = return_pre or (plain and _records(mat_a, mat_b, bias))
-    call = mat_a, w, offs, bias, act.kind, _numbers(act), saves
+    call = mat_a, w, *groups, bias, act.kind, _numbers(act), saves
     h, beside = operators.grouped_activation(*call, *of, quantizes)
     if quantizes:
         return h, beside
@@ -178,14 +164,9 @@ def grouped_mm_act(
 
 
 def grouped_mm_dact(
-    grad: Tensor,
-    mat_b: Tensor,
-    pre: Tensor,
-    activation: str | Activation = "swiglu",
-    *,
-    offs: Tensor | None = None,
-    glu: Glu = "halves",
-) -> tuple[Tensor, Tensor]:
+    grad: Tensor, mat_b: Tensor, pre: Tensor, activation: str | Activation = "swiglu", *,
+    offs: Tensor | None = None, alignment: int = 1, glu: Glu = "halves",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute grouped_mm(grad, mat_b), the gradient of h, and from it that of the pre-activations; and h again.
 
     This is the first step of an MLP's backward pass: `grouped_mm` of this gradient and w_up.mT is that of x. Not
@@ -198,6 +179,7 @@ def grouped_mm_dact(
             gated.
         activation: A name or an Activation. Default: "swiglu".
         offs: [E] int32, see grouped_mm(). Default: one group has all rows.
+        alignment: see grouped_mm(). Default: 1.
         glu: The order of the columns of `pre`, see grouped_mm_act(); "interleaved" copies them and their gradient.
             Default: "halves".
 
@@ -210,20 +192,20 @@ def grouped_mm_dact(
     """
     act = activation_by_name(activation)
     checks.check_mode(grad=grad, mat_b=mat_b, pre=pre)
-    alternate = checks.alternates(glu, act)
-    Given(grad, mat_b, offs, None, names=("grad", "mat_b", "")).check(())
+    alternate, groups = checks.alternates(glu, act), Groups(offs, alignment)
+    Given(grad, mat_b, groups, None, names=("grad", "mat_b", "")).check(())
     checks.check_rows("pre", pre, grad)
     if pre.shape[1] != act.planes * mat_b.shape[2]:
         expected = f"[{grad.shape[0]}, {act.planes * mat_b.shape[2]}]"
         checks.refuse("pre.shape", list(pre.shape), expected)
     gu = split(pre, act.planes, alternate).contiguous()
-    call = grad, mat_b, gu, offs, act.kind, _numbers(act)
+    call = grad, mat_b, gu, *groups, act.kind, _numbers(act)
     dgu, h = operators.grouped_activation_gradient(*call)
     return join(dgu, alternate), h
 
 
 def grouped_mm_wgrad(
-    mat_a: Tensor, mat_b: Tensor, *, out: Tensor, offs: Tensor | None = None
+    mat_a: Tensor, mat_b: Tensor, *, out: Tensor, offs: Tensor | None = None, alignment: int = 1
 ) -> Tensor:
     """Add weight gradients: out += grouped_mm(mat_a, mat_b, offs=offs) of two 2-D operands.
 
@@ -234,6 +216,7 @@ def grouped_mm_wgrad(
         mat_b: [M, N2] bf16, the gradient of its output.
         out: [E, N1, N2] bf16 or fp32, contiguous in N2; shares no memory with mat_a and mat_b.
         offs: [E] int32, see grouped_mm(). Default: one group has all rows.
+        alignment: see grouped_mm(). Default: 1.
 
     Returns:
         `out`.
@@ -242,24 +225,17 @@ def grouped_mm_wgrad(
         ArgumentError: A tensor is invalid.
     """
     checks.check_mode(mat_a=mat_a, mat_b=mat_b, out=out)
-    a, b, num = checks.outer(mat_a, mat_b, offs)
+    a, b, num = checks.outer(mat_a, mat_b, Groups(offs, alignment))
     checks.check_sums("out", out, (num, a.shape[1], b.shape[1]), a, (b, offs))
-    operators.grouped_wgrad_add(a, b, offs, out)
+    operators.grouped_wgrad_add(a, b, offs, alignment, out)
     return out
 
 
 def grouped_mlp(
-    x: Tensor,
-    w_up: Tensor,
-    w_down: Tensor,
-    activation: str | Activation = "swiglu",
-    *,
-    offs: Tensor | None = None,
-    b_up: Tensor | None = None,
-    b_down: Tensor | None = None,
-    glu: Glu = "halves",
-    recipe: Recipe | None = None,
-) -> Tensor:
+    x: Tensor, w_up: Tensor, w_down: Tensor, activation: str | Activation = "swiglu", *,
+    offs: Tensor | None = None, alignment: int = 1, b_up: Tensor | None = None,
+    b_down: Tensor | None = None, glu: Glu = "halves", recipe: Recipe | None = None,
+) -> Tensor:  # fmt: skip
     """Run each row through the MLP of its group: grouped_mm_act(), then grouped_mm(); differentiable.
 
     The backward pass uses one launch for the pre-activations' gradient and h, one for x's gradient and one for each
@@ -272,6 +248,7 @@ def grouped_mlp(
         w_down: [E, I, H] bf16.
         activation: A name or an Activation. Default: "swiglu".
         offs: [E] int32, see grouped_mm(). Default: one group, a dense MLP, whose weights may be 2-D, and biases 1-D.
+        alignment: see grouped_mm(). Default: 1.
         b_up: [E, 2*I] fp32 or bf16, in the order of w_up's columns. Default: no bias.
         b_down: [E, H] fp32 or bf16. Default: no bias.
         glu: Where gate and up lie in w_up's columns, see grouped_mm_act(). Default: "halves".
@@ -289,8 +266,8 @@ def grouped_mlp(
     if offs is None and w_up.dim() == w_down.dim() == 2:
         w_up, w_down = w_up[None], w_down[None]
         b_up, b_down = (b if b is None else b[None] for b in (b_up, b_down))
-    alternate = checks.alternates(glu, act)
-    first = Given(x, w_up, offs, b_up, act.planes, alternate, ("x", "w_up", "b_up"))
+    alternate, groups = checks.alternates(glu, act), Groups(offs, alignment)
+    first = Given(x, w_up, groups, b_up, act.planes, alternate, ("x", "w_up", "b_up"))
     *_, dynamic = first.check((), recipe)
     w13, b13 = checks.planes_of("w_up", w_up, b_up, act.planes, alternate)
     num, _, width, hidden = w13.shape
@@ -300,13 +277,14 @@ def grouped_mlp(
     checks.check_bias("b_down", b_down, num, hidden, x)
     saves = not dynamic and _records(x, w_up, w_down, b_up, b_down)
     of = act.kind, _numbers(act), saves, dynamic
-    y: Tensor = operators.grouped_mlp(x, w13, w_down.transpose(1, 2), offs, b13, b_down, *of)[0]
+    y: Tensor = operators.grouped_mlp(x, w13, w_down.transpose(1, 2), *groups, b13, b_down, *of)[0]
     return y
 
 
 def quantize(
-    x: Tensor, recipe: ScalingType, *, offs: Tensor | None = None, glu: Glu | None = None
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, recipe: ScalingType, *, offs: Tensor | None = None, alignment: int = 1,
+    glu: Glu | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Quantize rows or weights to e4m3, as the layer does (docs/numerics.md), for scaled_grouped_mm().
 
     It does not wait for the device.
@@ -316,6 +294,7 @@ def quantize(
         recipe: Of rows BlockWise1x128 or RowWise, of weights BlockWise128x128 or RowWise: one scale per column of N.
         offs: [E] int32, the end of each group's rows: return the scales of rows where the kernel reads them, valid for
             calls with the same offs. Default: return them as torch has them.
+        alignment: see grouped_mm(). Default: 1.
         glu: "halves": gate and up columns have 128 x 128 blocks of their own, for grouped_mm_act(). Default: None.
 
     Returns:
@@ -333,7 +312,8 @@ def quantize(
         of_rows = quantization.quantize_tokens if by_row else quantization.quantize_rows
         q, scale = of_rows(x)
         if offs is not None:
-            return q, by_block(scale, offs, checks.num_ends(offs, x))
+            groups = Groups(offs, alignment)
+            return q, by_block(scale, groups, checks.num_ends(groups, x))
         return q, scale[:, 0] if by_row else scale
     w = x.detach().transpose(1, 2)
     if by_row:
@@ -346,7 +326,7 @@ def quantize(
 def _product(given: Given, scales: tuple[Any, ...], recipe: Recipe | None = None) -> Tensor:
     given = given._replace(x=checks.by_row(given.x))
     of = given.check(scales, recipe)
-    out: Tensor = operators.grouped_mm(given.x, given.w, given.offs, given.bias, *of)
+    out: Tensor = operators.grouped_mm(given.x, given.w, *given.groups, given.bias, *of)
     return out
 
 

@@ -55,7 +55,7 @@ def _of_mlp(call: Any, dy: Tensor, _: Any) -> Found:
         dgu, h = (t.bfloat16() for t in wide)
         del wide
     else:
-        of = call.w2, call.saved, call.offs, call.kind, call.numbers
+        of = call.w2, call.saved, call.offs, call.alignment, call.kind, call.numbers
         dgu, h = grouped_activation_gradient(dy, *of)
     found = _of_first(dgu, "w13", "b13", call)
     dw, found["b2"] = of_weights(dy, h, call.w2.transpose(1, 2), ("w2", "b2"), call)
@@ -74,7 +74,7 @@ def rows_of(t: Tensor) -> Tensor:
 
 def _product(rows: Tensor, w: Tensor, call: Any, bias: Tensor | None = None) -> Tensor:
     """rows: [M, K], w: [E, K, N], both bf16, bias: [E, N] -> [M, N], in the precision of the call."""
-    return grouped_mm(rows, w, call.offs, bias, dynamic=call.dynamic)
+    return grouped_mm(rows, w, call.offs, call.alignment, bias, dynamic=call.dynamic)
 
 
 def of_weights(
@@ -83,10 +83,10 @@ def of_weights(
     """dy: [M, N], x: [M, K], w: [E, K, N] -> gradients of w, as it lies, and of its bias, by what these names need."""
     of_w, of_bias = (call.needs[name] for name in names)
     if of_w and w.stride(2) == 1 and not of_bias:
-        return grouped_wgrad(x, dy, call.offs, w.shape[0], False, False)[0], None
+        return grouped_wgrad(x, dy, call.offs, call.alignment, w.shape[0], False, False)[0], None
     if not (of_w or of_bias):
         return None, None
-    dw, sums = grouped_wgrad(dy, x, call.offs, w.shape[0], False, of_bias)
+    dw, sums = grouped_wgrad(dy, x, call.offs, call.alignment, w.shape[0], False, of_bias)
     db = sums.to(getattr(call, names[1])) if of_bias else None
     return dw.transpose(1, 2) if of_w else None, db
 

@@ -22,6 +22,7 @@ from megamoe.formats.quantization import (
 )
 from megamoe.launch.cache import quantize_weights
 from megamoe.launch.passes import quantize_activations
+from megamoe.ops.groups import Groups
 from megamoe.ops.scales import by_block, by_row
 
 _FORMULAS = Codec(quantize_rows, dequantize_rows)
@@ -76,22 +77,22 @@ def by_k(w: Tensor) -> bool:
     return w.stride(2) != 1
 
 
-def quantized(given: Operands, offs: Tensor | None) -> Operands:
+def quantized(given: Operands, groups: Groups) -> Operands:
     """Quantize what has no scales yet. w: contiguous in K, or in N with one plane; then in K."""
     x, w, x_scale, w_scale = given
     if x_scale is None:
-        x, x_scale = rows_by_block(x, offs, w.shape[0])
+        x, x_scale = rows_by_block(x, groups, w.shape[0])
     if w_scale is None:
         w, w_scale = _matrices(w)
     return Operands(x, w, x_scale, w_scale)
 
 
-def dequantized(given: Operands, offs: Tensor | None) -> tuple[Tensor, Tensor]:
+def dequantized(given: Operands, groups: Groups) -> tuple[Tensor, Tensor]:
     """Return x and w as they are in bf16, and of e4m3 their values: in fp32, on GPUs in bf16."""
     x, w, x_scale, w_scale = given
     if x_scale is None or w_scale is None:
         return x, w
-    of_rows = by_row(x_scale, offs, x.shape[0], w.shape[0])
+    of_rows = by_row(x_scale, groups, x, w.shape[0])
     rows = (dequantize_tokens if of_rows.shape[1] == 1 else dequantize_rows)(x, of_rows)
     matrices = dequantize_channels if by_channel(w, w_scale) else dequantize_blockwise
     wide = matrices(w, w_scale, planes=w.shape[1]).view(w.shape)
@@ -99,11 +100,11 @@ def dequantized(given: Operands, offs: Tensor | None) -> tuple[Tensor, Tensor]:
     return rows.to(dtype), wide.to(dtype)
 
 
-def rows_by_block(x: Tensor, offs: Tensor | None, num_experts: int) -> tuple[Tensor, Tensor]:
+def rows_by_block(x: Tensor, groups: Groups, num_experts: int) -> tuple[Tensor, Tensor]:
     """x: [M, K] bf16 or fp32 -> e4m3, and scales by block."""
     bf16 = x.dtype == torch.bfloat16  # by one kernel on Hopper, the same bits
     q, scale = quantize_activations(x.contiguous(), _FORMULAS) if bf16 else quantize_rows(x)
-    return q, by_block(scale, offs, num_experts)
+    return q, by_block(scale, groups, num_experts)
 
 
 def _matrices(w: Tensor) -> tuple[Tensor, Tensor]:

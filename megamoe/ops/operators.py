@@ -1,12 +1,12 @@
 """Register the operators with torch.library: what each runs, and its shapes for torch.compile. Gradients: gradients.py.
 
-    megamoe::grouped_mm(x, w, offs?, bias?, x_scale?, w_scale?, dynamic) -> out
-    megamoe::grouped_activation(x, w, offs?, bias?, kind, numbers, saves, x_scale?, w_scale?, dynamic, quantizes)
-        -> (h, gu or scales of h)
-    megamoe::grouped_activation_gradient(dy, w, gu, offs?, kind, numbers) -> (dgu, h)
-    megamoe::grouped_mlp(x, w13, w2, offs?, b13?, b2?, kind, numbers, saves, dynamic) -> (y, gu)
-    megamoe::grouped_wgrad(a, b, offs?, num_experts, fp32, sums) -> (out, sums)
-    megamoe::grouped_wgrad_add(a, b, offs?, out!) -> ()
+    megamoe::grouped_mm(x, w, offs?, alignment, bias?, x_scale?, w_scale?, dynamic) -> out
+    megamoe::grouped_activation(x, w, offs?, alignment, bias?, kind, numbers, saves, x_scale?, w_scale?, dynamic,
+        quantizes) -> (h, gu or scales of h)
+    megamoe::grouped_activation_gradient(dy, w, gu, offs?, alignment, kind, numbers) -> (dgu, h)
+    megamoe::grouped_mlp(x, w13, w2, offs?, alignment, b13?, b2?, kind, numbers, saves, dynamic) -> (y, gu)
+    megamoe::grouped_wgrad(a, b, offs?, alignment, num_experts, fp32, sums) -> (out, sums)
+    megamoe::grouped_wgrad_add(a, b, offs?, alignment, out!) -> ()
 
 Rows and weights are bf16, or e4m3 with scales, or with `dynamic` bf16 that the operator quantizes. functions.py has
 validated the arguments. A result that was not requested is empty. If a kernel runs, no operator waits for the device or
@@ -28,6 +28,7 @@ from megamoe.formats.quantization import E4M3, num_groups
 from megamoe.jit.grouped import GroupedVariant
 from megamoe.ops import reference
 from megamoe.ops.arguments import Gemm, Outer
+from megamoe.ops.groups import Groups
 from megamoe.ops.machines import machine_of
 from megamoe.ops.operands import Operands, by_k, dequantized, quantized, readable, rows_by_block
 from megamoe.ops.scales import num_places
@@ -40,148 +41,128 @@ _WEIGHTS = _variant("weights")
 
 @_op("megamoe::grouped_mm", mutates_args=())
 def grouped_mm(
-    x: Tensor,
-    w: Tensor,
-    offs: Tensor | None,
-    bias: Tensor | None,
-    x_scale: Tensor | None = None,
-    w_scale: Tensor | None = None,
-    dynamic: bool = False,
-) -> Tensor:
+    x: Tensor, w: Tensor, offs: Tensor | None, alignment: int, bias: Tensor | None,
+    x_scale: Tensor | None = None, w_scale: Tensor | None = None, dynamic: bool = False,
+) -> Tensor:  # fmt: skip
     """x: [M, K], w: [E, K, N], contiguous in either, given e4m3 in K -> [M, N] bf16."""
     w = w.transpose(1, 2).unsqueeze(1)
-    given = Operands(_aligned(x), readable(w), x_scale, w_scale)
-    return _product(quantized(given, offs) if dynamic else given, offs, bias)
+    given, groups = Operands(_aligned(x), readable(w), x_scale, w_scale), Groups(offs, alignment)
+    return _product(quantized(given, groups) if dynamic else given, groups, bias)
 
 
 @_op("megamoe::grouped_activation", mutates_args=())
 def grouped_activation(
-    x: Tensor,
-    w: Tensor,
-    offs: Tensor | None,
-    bias: Tensor | None,
-    kind: str,
-    numbers: Sequence[float],
-    saves: bool,
-    x_scale: Tensor | None = None,
-    w_scale: Tensor | None = None,
-    dynamic: bool = False,
-    quantizes: bool = False,
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, w: Tensor, offs: Tensor | None, alignment: int, bias: Tensor | None, kind: str,
+    numbers: Sequence[float], saves: bool, x_scale: Tensor | None = None,
+    w_scale: Tensor | None = None, dynamic: bool = False, quantizes: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """x: [M, H], w: [E, P, I, H] -> h [M, I] bf16 or e4m3; gu [M, P, I] or h's scales by block."""
-    given, act = (
-        Operands(x, readable(w, not quantizes), x_scale, w_scale),
-        Activation(kind, *numbers),
-    )
-    return _activated(
-        quantized(given, offs) if dynamic else given, offs, bias, act, saves, quantizes
-    )
+    given = Operands(x, readable(w, not quantizes), x_scale, w_scale)
+    groups, act = Groups(offs, alignment), Activation(kind, *numbers)
+    given = quantized(given, groups) if dynamic else given
+    return _activated(given, groups, bias, act, saves, quantizes)
 
 
 @_op("megamoe::grouped_activation_gradient", mutates_args=())
 def grouped_activation_gradient(
-    dy: Tensor, w: Tensor, gu: Tensor, offs: Tensor | None, kind: str, numbers: Sequence[float]
-) -> tuple[Tensor, Tensor]:
+    dy: Tensor, w: Tensor, gu: Tensor, offs: Tensor | None, alignment: int, kind: str,
+    numbers: Sequence[float],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """dy: [M, H], w: [E, H, I], contiguous in either, gu: [M, P, I] -> dgu [M, P, I], h [M, I]."""
-    act, w = Activation(kind, *numbers), w.transpose(1, 2).unsqueeze(1)
+    groups, act = Groups(offs, alignment), Activation(kind, *numbers)
+    w = w.transpose(1, 2).unsqueeze(1)
     variant = _variant("gradient" + _major(w), kind)
     machine = machine_of(dy.device, variant)
     if machine is None:
-        dgu, h = reference.gradient(dy, w[:, 0].transpose(1, 2), gu, offs, act)
+        dgu, h = reference.gradient(dy, w[:, 0].transpose(1, 2), gu, groups, act)
         return dgu.bfloat16(), h.bfloat16()
     dgu, h = torch.empty_like(gu), _rows_like(gu, gu.shape[2])
     given = Operands(_aligned(dy), w)
-    _run(machine, variant, Gemm(given, offs, dgu, activation=act, gu=gu, h=h))
+    _run(machine, variant, Gemm(given, groups, dgu, activation=act, gu=gu, h=h))
     return dgu, h
 
 
 @_op("megamoe::grouped_mlp", mutates_args=())
 def grouped_mlp(
-    x: Tensor,
-    w13: Tensor,
-    w2: Tensor,
-    offs: Tensor | None,
-    b13: Tensor | None,
-    b2: Tensor | None,
-    kind: str,
-    numbers: Sequence[float],
-    saves: bool,
-    dynamic: bool = False,
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, w13: Tensor, w2: Tensor, offs: Tensor | None, alignment: int, b13: Tensor | None,
+    b2: Tensor | None, kind: str, numbers: Sequence[float], saves: bool, dynamic: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """x: [M, H], w13: [E, P, I, H], w2: [E, H, I] -> y [M, H], gu [M, P, I]. dynamic: h is e4m3, it does not save."""
-    first, act = Operands(x, readable(w13)), Activation(kind, *numbers)
+    groups, act = Groups(offs, alignment), Activation(kind, *numbers)
+    first = Operands(x, readable(w13))
     if not dynamic:
-        h, gu = _activated(first, offs, b13, act, saves, False)
-        return _product(Operands(h, w2.unsqueeze(1)), offs, b2), gu
-    h, h_scale = _activated(quantized(first, offs), offs, b13, act, False, True)
-    second = quantized(Operands(h, w2.unsqueeze(1), h_scale), offs)
-    return _product(second, offs, b2), x.new_empty(0)
+        h, gu = _activated(first, groups, b13, act, saves, False)
+        return _product(Operands(h, w2.unsqueeze(1)), groups, b2), gu
+    h, h_scale = _activated(quantized(first, groups), groups, b13, act, False, True)
+    second = quantized(Operands(h, w2.unsqueeze(1), h_scale), groups)
+    return _product(second, groups, b2), x.new_empty(0)
 
 
 @_op("megamoe::grouped_wgrad", mutates_args=())
 def grouped_wgrad(
-    a: Tensor, b: Tensor, offs: Tensor | None, num_experts: int, fp32: bool, sums: bool
-) -> tuple[Tensor, Tensor]:
+    a: Tensor, b: Tensor, offs: Tensor | None, alignment: int, num_experts: int, fp32: bool,
+    sums: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """a: [M, N1], b: [M, N2] -> [E, N1, N2] bf16 or fp32, sums of a's columns [E, N1] fp32."""
     dtype = torch.float32 if fp32 else a.dtype
     a, b, machine = _aligned(a), _aligned(b), machine_of(a.device, _WEIGHTS)
+    groups = Groups(offs, alignment)
     if machine is None:
-        total = reference.column_sums(a, offs) if sums else a.new_empty(0, dtype=torch.float32)
-        return reference.weights(a, b, offs, num_experts, dtype).to(dtype), total
+        total = reference.column_sums(a, groups) if sums else a.new_empty(0, dtype=torch.float32)
+        return reference.weights(a, b, groups, num_experts, dtype).to(dtype), total
     out, total = _empty_weights(a, b, num_experts, fp32, sums)
     if not a.shape[0]:
         return out.zero_(), total.zero_()
-    outer = Outer(a, b, tails(a, b, offs), offs, out, total if sums else None, False)
+    outer = Outer(a, b, tails(a, b, groups), groups, out, total if sums else None, False)
     machine.run(_WEIGHTS, outer.fill)
     return out, total
 
 
 @_op("megamoe::grouped_wgrad_add", mutates_args=("out",))
-def grouped_wgrad_add(a: Tensor, b: Tensor, offs: Tensor | None, out: Tensor) -> None:
+def grouped_wgrad_add(
+    a: Tensor, b: Tensor, offs: Tensor | None, alignment: int, out: Tensor
+) -> None:
     """out: [E, N1, N2] bf16 or fp32, contiguous in N2, += a^T b of each expert's rows."""
     a, b, machine = _aligned(a), _aligned(b), machine_of(a.device, _WEIGHTS)
+    groups = Groups(offs, alignment)
     if machine is None:
-        out += reference.weights(a, b, offs, out.shape[0], out.dtype)
+        out += reference.weights(a, b, groups, out.shape[0], out.dtype)
     elif a.shape[0]:
-        outer = Outer(a, b, tails(a, b, offs), offs, out, None, True)
+        outer = Outer(a, b, tails(a, b, groups), groups, out, None, True)
         machine.run(_WEIGHTS, outer.fill)
 
 
-def _product(given: Operands, offs: Tensor | None, bias: Tensor | None) -> Tensor:
+def _product(given: Operands, groups: Groups, bias: Tensor | None) -> Tensor:
     """Return x w^T + bias [M, N] bf16."""
     x, w = given.x, given.w
     variant = _variant("product" + given.suffix + _major(w))
     machine = machine_of(x.device, variant)
     if machine is None:
-        x, w = dequantized(given, offs)
-        return reference.product(x, w[:, 0].transpose(1, 2), offs, bias).bfloat16()
+        x, w = dequantized(given, groups)
+        return reference.product(x, w[:, 0].transpose(1, 2), groups, bias).bfloat16()
     out = _rows_like(x, w.shape[2])
-    _run(machine, variant, Gemm(given, offs, out, _fp32(bias)))
+    _run(machine, variant, Gemm(given, groups, out, _fp32(bias)))
     return out
 
 
 def _activated(
-    given: Operands,
-    offs: Tensor | None,
-    bias: Tensor | None,
-    act: Activation,
-    saves: bool,
+    given: Operands, groups: Groups, bias: Tensor | None, act: Activation, saves: bool,
     quantizes: bool,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return h, and what stands beside it."""
     stage = "saving" if saves else "activation"
     stage += given.suffix + _major(given.w) + ("-quantizes" if quantizes else "")
     variant = _variant(stage, act.kind)
     machine = machine_of(given.x.device, variant)
     if machine is None:
-        call = *dequantized(given, offs), offs, bias, act
+        call = *dequantized(given, groups), groups, bias, act
         if quantizes:
-            return rows_by_block(reference.activation(*call)[0], offs, given.w.shape[0])
+            return rows_by_block(reference.activation(*call)[0], groups, given.w.shape[0])
         h, gu = reference.activation(*call)
         return h.bfloat16(), gu.bfloat16() if saves else given.x.new_empty(0, dtype=torch.bfloat16)
     h, beside = _empty_hidden(given.x, given.w, saves, quantizes)
     scale = beside if quantizes else None
-    gemm = Gemm(given, offs, h, _fp32(bias), act, beside if saves else None, out_scale=scale)
+    gemm = Gemm(given, groups, h, _fp32(bias), act, beside if saves else None, out_scale=scale)
     _run(machine, variant, gemm)
     return h, beside
 
@@ -229,12 +210,12 @@ def _fp32(bias: Tensor | None) -> Tensor | None:
 _shapes = torch.library.register_fake
 _shapes("megamoe::grouped_mm")(lambda x, w, *_: _rows_like(x, w.shape[2]))
 _shapes("megamoe::grouped_activation")(  # torch leaves defaults out
-    lambda x, w, *rest: _empty_hidden(x, w, rest[4], len(rest) == 9 and rest[8])
+    lambda x, w, *rest: _empty_hidden(x, w, rest[5], len(rest) == 10 and rest[9])
 )
 _shapes("megamoe::grouped_activation_gradient")(
     lambda dy, w, gu, *_: (torch.empty_like(gu), _rows_like(gu, gu.shape[2]))
 )
 _shapes("megamoe::grouped_mlp")(
-    lambda x, w, w2, *rest: (_rows_like(x, w2.shape[1]), _empty_hidden(x, w, rest[5], False)[1])
+    lambda x, w, w2, *rest: (_rows_like(x, w2.shape[1]), _empty_hidden(x, w, rest[6], False)[1])
 )
-_shapes("megamoe::grouped_wgrad")(lambda a, b, offs, *rest: _empty_weights(a, b, *rest))
+_shapes("megamoe::grouped_wgrad")(lambda a, b, offs, alignment, *rest: _empty_weights(a, b, *rest))

@@ -6,65 +6,52 @@ whose products are rounded to bf16 before bias and activation; e4m3 operands are
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megamoe.core.config import Activation
 from megamoe.core.full_fp32 import full_fp32
-from megamoe.ops import scales
+from megamoe.ops.groups import Groups
 
 
-def experts_of(offs: Tensor | None, num_rows: int) -> Iterator[tuple[int, slice]]:
-    """Yield each expert that has rows, and its rows. This waits for the device of `offs`."""
-    start = 0
-    for e, end in enumerate([num_rows] if offs is None else offs.tolist()):
-        end = max(start, min(end, num_rows))
-        if end > start:
-            yield e, slice(start, end)
-        start = end
-
-
-def product(x: Tensor, w: Tensor, offs: Tensor | None, bias: Tensor | None) -> Tensor:
+def product(x: Tensor, w: Tensor, groups: Groups, bias: Tensor | None) -> Tensor:
     """x: [M, K], w: [E, K, N], bias: [E, N] -> [M, N] fp32; rows of no expert are zeros."""
     if _grouped(x):
-        return grouped_product(x, w, offs, bias)
+        return grouped_product(x, w, groups, bias)
     out = torch.zeros(x.shape[0], w.shape[2], dtype=torch.float32, device=x.device)
     with full_fp32(x.device):
-        for e, rows in experts_of(offs, x.shape[0]):
+        for e, rows in groups.slices(x):
             out[rows] = x[rows].float() @ w[e].float()
             if bias is not None:
                 out[rows] += bias[e].reshape(-1).float()
     return out
 
 
-def grouped_product(x: Tensor, w: Tensor, offs: Tensor | None, bias: Tensor | None) -> Tensor:
+def grouped_product(x: Tensor, w: Tensor, groups: Groups, bias: Tensor | None) -> Tensor:
     """Do what product() does by torch's grouped_mm, in bf16, for any ends; the host waits for nothing."""
-    ends = _ends(offs, x)
+    expert, inside = groups.of_rows(x)
     with torch.autocast(x.device.type, enabled=False):
-        out = torch._grouped_mm(x, w, offs=ends).float()
-    expert = torch.searchsorted(ends, torch.arange(x.shape[0], device=x.device), right=True)
+        out = torch._grouped_mm(x, w, offs=groups.bounds(x)[1].int()).float()
     if bias is not None:
-        out += bias.flatten(1)[expert.clamp(max=len(ends) - 1)]
-    return out.where((expert < len(ends))[:, None], 0)
+        out += bias.flatten(1)[expert]
+    return out.where(inside[:, None], 0)
 
 
 def activation(
-    x: Tensor, w: Tensor, offs: Tensor | None, bias: Tensor | None, act: Activation
+    x: Tensor, w: Tensor, groups: Groups, bias: Tensor | None, act: Activation
 ) -> tuple[Tensor, Tensor]:
     """x: [M, H], w: [E, P, I, H], bias: [E, P*I] -> h [M, I], pre-activations [M, P, I], both fp32."""
-    gu = product(x, w.flatten(1, 2).transpose(1, 2), offs, bias)
+    gu = product(x, w.flatten(1, 2).transpose(1, 2), groups, bias)
     return act(gu), gu.unflatten(1, (w.shape[1], w.shape[2]))
 
 
 def gradient(
-    dy: Tensor, w: Tensor, gu: Tensor, offs: Tensor | None, act: Activation
+    dy: Tensor, w: Tensor, gu: Tensor, groups: Groups, act: Activation
 ) -> tuple[Tensor, Tensor]:
     """dy: [M, H], w: [E, H, I], gu: [M, P, I] -> dgu [M, P, I], h [M, I], both fp32; rows of no expert are zeros."""
-    dgu, h = activation_gradient(act, gu.flatten(1).float(), product(dy, w, offs, None))
-    inside = (torch.arange(gu.shape[0], device=gu.device) < _ends(offs, gu)[-1])[:, None]
+    dgu, h = activation_gradient(act, gu.flatten(1).float(), product(dy, w, groups, None))
+    inside = groups.of_rows(gu)[1][:, None]
     return torch.where(inside, dgu, 0).view_as(gu), torch.where(inside, h, 0)
 
 
@@ -92,13 +79,13 @@ def activation_gradient(act: Activation, gu: Tensor, dh: Tensor) -> tuple[Tensor
     return torch.cat((inside * slope, within * dh * value), -1), value * up
 
 
-def weights(a: Tensor, b: Tensor, offs: Tensor | None, num: int, dtype: torch.dtype) -> Tensor:
+def weights(a: Tensor, b: Tensor, groups: Groups, num: int, dtype: torch.dtype) -> Tensor:
     """a: [M, N1], b: [M, N2] -> a^T b of each expert's rows [E, N1, N2], in fp32 or, where `dtype` is, in bf16."""
     if _grouped(a) and dtype == a.dtype:
-        return grouped_weights(a, b, offs)
+        return grouped_weights(a, b, groups)
     out = torch.zeros(num, a.shape[1], b.shape[1], dtype=torch.float32, device=a.device)
     with full_fp32(a.device):
-        for e, rows in experts_of(offs, a.shape[0]):
+        for e, rows in groups.slices(a):
             if _grouped(a):
                 out[e] = torch.mm(a[rows].T, b[rows], out_dtype=torch.float32)
             else:
@@ -106,27 +93,26 @@ def weights(a: Tensor, b: Tensor, offs: Tensor | None, num: int, dtype: torch.dt
     return out
 
 
-def grouped_weights(a: Tensor, b: Tensor, offs: Tensor | None) -> Tensor:
+def grouped_weights(a: Tensor, b: Tensor, groups: Groups) -> Tensor:
     """Do what weights() does by torch's grouped_mm, in bf16; the host waits for nothing."""
-    ends = _ends(offs, a)
+    begins, ends = groups.bounds(a)
     with torch.autocast(a.device.type, enabled=False):
-        out = torch._grouped_mm(a.T, b, offs=ends)
-    empty = ends == torch.cat((ends.new_zeros(1), ends[:-1]))
-    return out.masked_fill_(empty[:, None, None], 0)
+        rows = _without_gaps(a, groups).T, _without_gaps(b, groups)
+        out = torch._grouped_mm(*rows, offs=ends.int())
+    return out.masked_fill_((begins == ends)[:, None, None], 0)
 
 
-def column_sums(a: Tensor, offs: Tensor | None) -> Tensor:
+def column_sums(a: Tensor, groups: Groups) -> Tensor:
     """a: [M, N1] -> sums over each expert's rows [E, N1] fp32; the host waits for nothing."""
-    ends = F.pad(_ends(offs, a), (1, 0))
-    return torch.segment_reduce(a.float(), "sum", offsets=ends, axis=0, initial=0)
+    ends = F.pad(groups.bounds(a)[1].int(), (1, 0))
+    rows = _without_gaps(a, groups).float()
+    return torch.segment_reduce(rows, "sum", offsets=ends, axis=0, initial=0)
+
+
+def _without_gaps(a: Tensor, groups: Groups) -> Tensor:
+    """Return the rows, zeros where they are of no expert between two."""
+    return a if groups.alignment == 1 else a.where(groups.of_rows(a)[1][:, None], 0)
 
 
 def _grouped(x: Tensor) -> bool:
     return x.is_cuda and x.dtype == torch.bfloat16
-
-
-def _ends(offs: Tensor | None, rows: Tensor) -> Tensor:
-    """Return where the rows of each expert end, [E] int32, as the kernel takes it."""
-    if offs is None:
-        return torch.full((1,), rows.shape[0], dtype=torch.int32, device=rows.device)
-    return scales.ends_of(offs, rows.shape[0]).int()

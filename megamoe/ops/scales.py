@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megamoe.launch.layout import BLOCK_ROWS
+from megamoe.ops.groups import Groups
 
 
 def num_places(num_rows: int, num_experts: int) -> int:
@@ -18,34 +19,25 @@ def num_places(num_rows: int, num_experts: int) -> int:
     return BLOCK_ROWS * (num_rows // BLOCK_ROWS + num_experts)
 
 
-def ends_of(offs: Tensor, num_rows: int) -> Tensor:
-    """Return where the rows of each expert end, [E] int64, as the kernel takes them: ascending, none past the rows."""
-    return offs.long().clamp(0, num_rows).cummax(0)[0]
+def places(groups: Groups, like: Tensor, num_experts: int) -> Tensor:
+    """Return where the scales of each row stand, [M] int64; rows of no expert share the last place, no row's."""
+    if groups.offs is None:
+        return torch.arange(like.shape[0], device=like.device)
+    begins, ends = groups.bounds(like)
+    blocks = (ends - begins + BLOCK_ROWS - 1) // BLOCK_ROWS
+    moved = (blocks.cumsum(0) - blocks) * BLOCK_ROWS - begins
+    expert, inside = groups.of_rows(like)
+    rows = torch.arange(like.shape[0], device=like.device)
+    return torch.where(inside, rows + moved[expert], num_places(len(rows), num_experts) - 1)
 
 
-def places(offs: Tensor | None, num_rows: int, num_experts: int, device: torch.device) -> Tensor:
-    """Return where each row's scales stand, [M] int64; rows of no expert share the last place, which is no row's."""
-    rows = torch.arange(num_rows, device=device)
-    if offs is None:
-        return rows
-    ends = ends_of(offs, num_rows)
-    starts = torch.cat((ends.new_zeros(1), ends[:-1]))
-    blocks = (ends - starts + BLOCK_ROWS - 1) // BLOCK_ROWS
-    moved = (blocks.cumsum(0) - blocks) * BLOCK_ROWS - starts
-    expert = torch.searchsorted(ends, rows, right=True)
-    inside = rows + moved[expert.clamp(max=num_experts - 1)]
-    last = num_places(num_rows, num_experts) - 1
-    return torch.where(expert < num_experts, inside, last)
-
-
-def by_block(scale: Tensor, offs: Tensor | None, num_experts: int) -> Tensor:
+def by_block(scale: Tensor, groups: Groups, num_experts: int) -> Tensor:
     """scale: [M, S] by row -> [S, P]."""
-    rows, groups = scale.shape
-    out = scale.new_zeros(groups, num_places(rows, num_experts))
-    out[:, places(offs, rows, num_experts, scale.device)] = scale.t().contiguous()
+    out = scale.new_zeros(scale.shape[1], num_places(scale.shape[0], num_experts))
+    out[:, places(groups, scale, num_experts)] = scale.t().contiguous()
     return out
 
 
-def by_row(scale: Tensor, offs: Tensor | None, num_rows: int, num_experts: int) -> Tensor:
-    """scale: [S, P] -> [M, S]; of rows of no expert undefined."""
-    return scale[:, places(offs, num_rows, num_experts, scale.device)].t()
+def by_row(scale: Tensor, groups: Groups, like: Tensor, num_experts: int) -> Tensor:
+    """scale: [S, P], like: the rows -> [M, S]; of rows of no expert undefined."""
+    return scale[:, places(groups, like, num_experts)].t()

@@ -6,16 +6,15 @@ import torch
 from torch import Tensor
 
 from megamoe.launch.table import ROWS
-from megamoe.ops.scales import ends_of
+from megamoe.ops.groups import Groups
 
 
-def tails(a: Tensor, b: Tensor, offs: Tensor | None) -> tuple[Tensor, Tensor]:
+def tails(a: Tensor, b: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
     """Return those rows of a and b, [M > 0, N] sorted by expert, as [E * 64, N] padded with zeros. Nothing waits."""
-    num = a.shape[0]
-    ends = torch.full((1,), num, device=a.device) if offs is None else ends_of(offs, num)
-    left = ends.diff(prepend=ends.new_zeros(1)) % ROWS
+    begins, ends = groups.bounds(a)
+    left = (ends - begins) % ROWS
     place = torch.arange(ROWS, device=a.device)
-    rows = ((ends - left)[:, None] + place).clamp(max=num - 1).flatten()
+    rows = ((ends - left)[:, None] + place).clamp(max=len(a) - 1).flatten()
     behind = (place >= left[:, None]).view(-1, 1)
 
     def of(t: Tensor) -> Tensor:

@@ -19,7 +19,8 @@ from megamoe.formats.quantization import (
     quantize_rows,
 )
 from megamoe.jit.grouped import GroupedVariant, grouped_variants
-from megamoe.ops import arguments, machines, operators, scales
+from megamoe.ops import arguments, machines, operators, reference, scales
+from megamoe.ops.groups import Groups
 from megamoe.ops.operands import Operands
 from megamoe.testing.compare import compare
 
@@ -125,6 +126,66 @@ def test_sms_are_left_to_others(monkeypatch):
             pass
 
 
+def padded(lengths: list[int], alignment: int) -> tuple[Tensor, Tensor, int]:
+    """Return ends of experts that begin at multiples of `alignment`, the rows that they have, and all rows."""
+    ends, rows, end = [], [], 0
+    for length in lengths:
+        begin = -(-end // alignment) * alignment
+        end = begin + length
+        ends.append(end)
+        rows += range(begin, end)
+    return torch.tensor(ends).int(), torch.tensor(rows), end + 5
+
+
+@pytest.mark.parametrize(
+    ("alignment", "how"), [(16, "emulate"), (128, "emulate"), (128, "torch"), (8, "")]
+)
+def test_rows_may_be_padded_per_expert(alignment, how, monkeypatch):
+    """The same bits as of rows that follow each other; rows of padding are not read, and zeros."""
+    monkeypatch.setenv("MEGAMOE_BACKEND", "emulate" if how == "emulate" else "auto")
+    if how == "torch":  # as on GPUs without a kernel
+        monkeypatch.setattr(reference, "_grouped", lambda x: x.dtype == torch.bfloat16)
+    counts = LENGTHS[:-1] + [5, 0]
+    dense, num, _ = case(counts, behind=0)
+    offs, rows, total = padded(counts, alignment)
+    w13, w2 = rand(num, 2 * 128, 128, scale=0.1), rand(num, 128, 128, scale=0.1)
+    b13, values = rand(num, 2 * 128), rand(len(rows), 128)
+
+    def spread(t: Tensor) -> Tensor:
+        out = torch.full((total, *t.shape[1:]), float("nan"), dtype=torch.bfloat16)
+        out[rows] = t
+        return out
+
+    def run(x: Tensor, **of: Tensor | int) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {"product": ops.grouped_mm(x, w13.mT, bias=b13, **of)}
+        found["h"], found["pre"] = ops.grouped_mm_act(x, w13.mT, bias=b13, return_pre=True, **of)
+        found["d_pre"], found["h again"] = ops.grouped_mm_dact(x, w2, found["pre"], **of)
+        found["dw"] = ops.grouped_mm(x.mT, found["d_pre"], **of)
+        out = torch.ones(num, 128, 128, dtype=torch.bfloat16)
+        found["dw +="] = ops.grouped_mm_wgrad(x.mT, x, out=out, **of)
+        q, scale = ops.quantize(x, Recipe.BlockWise1x128, **of)
+        weights = ops.quantize(w2.mT, Recipe.BlockWise128x128)
+        given = scale, Recipe.BlockWise1x128, weights[1], Recipe.BlockWise128x128
+        found["e4m3"] = ops.scaled_grouped_mm(q, weights[0], *given, **of)
+        for recipe in (None, "blockwise"):
+            leaves = [t.clone().requires_grad_() for t in (x, w13, w2, b13)]
+            y = ops.grouped_mlp(
+                leaves[0], leaves[1].mT, leaves[2].mT, b_up=leaves[3], recipe=recipe, **of
+            )
+            y.backward(x)
+            found |= {f"{recipe} {i}": t for i, t in enumerate((y, *(t.grad for t in leaves)))}
+        return found
+
+    expected = run(values, offs=dense)
+    for name, t in run(spread(values), offs=offs, alignment=alignment).items():
+        if t.shape[0] == total:
+            t, rest = t[rows], t.clone()
+            rest[rows] = 0
+            assert not rest.any(), name
+        assert how == "torch" or torch.equal(t, expected[name]), name
+        near(t, expected[name], 4e-3)
+
+
 def test_one_expert_without_offs():
     x, w = rand(130, 64), rand(1, 64, 72)
     near(ops.grouped_mm(x, w), x.double() @ w[0].double())
@@ -217,7 +278,7 @@ def test_weight_gradient(seed, monkeypatch):
     added = ops.grouped_mm_wgrad(a.mT, b, offs=offs, out=before.clone())
     near(added, before + expected, 1e-6)
     assert torch.equal(added[empty], before[empty])
-    _, sums = operators.grouped_wgrad(a, b, offs, num, True, True)
+    _, sums = operators.grouped_wgrad(a, b, offs, 1, num, True, True)
     near(sums, exact_weights(a, torch.ones_like(b[:, :1]), offs)[..., 0], 1e-6)
 
 
@@ -236,7 +297,7 @@ def test_weight_gradients_of_other_shapes(name):
     lengths, n1, n2 = OTHER_SHAPES[name]
     offs, num, rows = case(lengths)
     a, b = rand(rows, n1), rand(rows, n2)
-    made, _ = operators.grouped_wgrad(a, b, offs, num, True, True)
+    made, _ = operators.grouped_wgrad(a, b, offs, 1, num, True, True)
     near(made, exact_weights(a, b, offs), 1e-6)
     assert torch.equal(ops.grouped_mm(a.mT, b, offs=offs), made.bfloat16())
     out = torch.randn(num, n1, n2)
@@ -312,7 +373,7 @@ def test_bad_ends_write_nothing_else(ends):
     out, offs = whole[64:-64], torch.tensor(ends, dtype=torch.int32)
     machines.fibers.run(
         GroupedVariant("product-columns"),
-        arguments.Gemm(Operands(x, w.transpose(1, 2).unsqueeze(1)), offs, out).fill,
+        arguments.Gemm(Operands(x, w.transpose(1, 2).unsqueeze(1)), Groups(offs), out).fill,
     )
     assert (whole[:64] == 7).all()
     assert (whole[-64:] == 7).all()
@@ -357,7 +418,7 @@ def quantized_rows(
     x: Tensor, offs: Tensor, by_token: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     q, scale = ops.quantize(x, recipe_of("BlockWise1x128", by_token), offs=offs)
-    of_rows = scales.by_row(scale, offs, x.shape[0], offs.numel())
+    of_rows = scales.by_row(scale, Groups(offs), x, offs.numel())
     return q, scale, q.float() * of_rows if by_token else dequantize_rows(q, of_rows)
 
 
@@ -373,7 +434,7 @@ def test_bad_ends_of_e4m3_rows_are_those_that_the_kernel_takes(ends):
     found = scaled((q, scale), weights, offs=offs)
     assert torch.equal(found, scaled((q, scale), weights, offs=taken))
     end = int(taken[-1])
-    near(dequantize_rows(q, scales.by_row(scale, offs, rows, len(ends)))[:end], x[:end], 4e-2)
+    near(dequantize_rows(q, scales.by_row(scale, Groups(offs), x, len(ends)))[:end], x[:end], 4e-2)
 
 
 def mlp_of_e4m3(name: str, by_channel: bool) -> None:
@@ -394,7 +455,7 @@ def mlp_of_e4m3(name: str, by_channel: bool) -> None:
     h, h_scale = scaled_act(x, w13, output_dtype=torch.float8_e4m3fn, **by, **options)
     expected = act(exact(x_wide, w13_wide, offs, bias))
     q, q_scale = quantize_rows(expected)
-    by_row = scales.by_row(h_scale, offs, rows, num)
+    by_row = scales.by_row(h_scale, Groups(offs), h, num)
     end = int(offs[-1])
     near(by_row[:end], q_scale[:end], 1e-5)
     steps = h[:end].float() != q[:end].float()  # where a sum's last bits decide
@@ -474,7 +535,7 @@ def test_either_side_of_the_activation_may_be_bf16(name):
     options = {"activation": name, "offs": offs}
     near(scaled_act(q, wq, **options), act(exact(q_wide, w_wide, offs)))
     h, h_scale = ops.grouped_mm_act(x, w.mT, output_dtype=torch.float8_e4m3fn, **options)
-    end, by_row = int(offs[-1]), scales.by_row(h_scale, offs, rows, num)
+    end, by_row = int(offs[-1]), scales.by_row(h_scale, Groups(offs), h, num)
     plain = ops.grouped_mm_act(x, w.mT, **options)
     near(dequantize_rows(h[:end], by_row[:end]), plain[:end], 4e-2)
 

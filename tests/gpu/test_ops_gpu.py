@@ -24,6 +24,7 @@ from megamoe.formats.quantization import (
 from megamoe.jit.__main__ import main as jit
 from megamoe.jit.grouped import GroupedVariant
 from megamoe.ops import arguments, operators, reference
+from megamoe.ops.groups import Groups
 from megamoe.ops.machines import Gpu, machine_of
 from megamoe.ops.operands import Operands
 from megamoe.ops.scales import by_row
@@ -61,7 +62,7 @@ def near(found: Tensor, expected: Tensor, limit: float = ROUNDED) -> None:
 
 def exact(x: Tensor, w: Tensor, offs: Tensor | None, bias: Tensor | None = None) -> Tensor:
     """x [M, K] times w [E, K, N] in fp32."""
-    return reference.product(x.float(), w.float(), offs, bias)
+    return reference.product(x.float(), w.float(), Groups(offs), bias)
 
 
 def test_the_kernel_is_what_runs():
@@ -127,13 +128,13 @@ def test_activation_and_its_gradient(name, hidden, width):
         assert torch.equal(again, h)
         assert torch.equal(torch.cat((pre[:, ::2], pre[:, 1::2]), 1), gu)
     with full_fp32(DEVICE):
-        expected, pre = reference.activation(x.float(), w.float(), offs, bias, act)
+        expected, pre = reference.activation(x.float(), w.float(), Groups(offs), bias, act)
         near(gu, pre.flatten(1))
         near(h, expected)
         dy, w2 = rand(rows, hidden), rand(num, hidden, width, scale=hidden**-0.5)
         dgu, again = ops.grouped_mm_dact(dy, w2, gu, name, offs=offs)
         planes = gu.float().unflatten(1, (act.planes, width))
-        expected, h2 = reference.gradient(dy.float(), w2.float(), planes, offs, act)
+        expected, h2 = reference.gradient(dy.float(), w2.float(), planes, Groups(offs), act)
     near(dgu, expected.flatten(1))
     by_k = ops.grouped_mm_dact(dy, w2.mT.contiguous().mT, gu, name, offs=offs)
     assert all(torch.equal(f, e) for f, e in zip(by_k, (dgu, again), strict=True))
@@ -212,11 +213,11 @@ def test_weight_gradient(n1, n2):
     offs, num, rows = case()
     a, b = rand(rows, n1), rand(rows, n2)
     a[offs[-1] :] = b[offs[-1] :] = float("nan")
-    expected = reference.weights(a.float(), b.float(), offs, num, torch.float32)
-    column_sums = reference.column_sums(a, offs)
+    expected = reference.weights(a.float(), b.float(), Groups(offs), num, torch.float32)
+    column_sums = reference.column_sums(a, Groups(offs))
     near(column_sums[-1], a[offs[-2] : offs[-1]].double().sum(0), 1e-6)
     near(ops.grouped_mm(a.mT, b, offs=offs), expected)
-    fp32, sums = operators.grouped_wgrad(a, b, offs, num, True, True)
+    fp32, sums = operators.grouped_wgrad(a, b, offs, 1, num, True, True)
     near(fp32, expected, SUMMED)
     near(sums, column_sums, 1e-5)
     assert not fp32[torch.tensor(EDGES) == 0].any()
@@ -247,7 +248,7 @@ def test_nothing_behind_the_output_is_written(ends):
     variant = GroupedVariant("product-columns")
     machine_of(DEVICE, variant).run(
         variant,
-        arguments.Gemm(Operands(x, w.transpose(1, 2).unsqueeze(1)), offs, out).fill,
+        arguments.Gemm(Operands(x, w.transpose(1, 2).unsqueeze(1)), Groups(offs), out).fill,
     )
     assert (whole[:64] == 7).all()
     assert (whole[-64:] == 7).all()
@@ -281,7 +282,7 @@ def expected_mlp(act, tensors: list[Tensor], offs: Tensor, dy: Tensor) -> list[T
 
     def plain(x, w13, w2, b13, b2):
         parts = []
-        for e, r in reference.experts_of(offs, len(x)):
+        for e, r in Groups(offs).slices(x):
             h = act(x[r] @ w13[e].T + b13[e])
             parts.append(h @ w2[e].T + b2[e])
         return torch.cat([*parts, x.new_zeros(len(x) - int(offs[-1]), 512)])
@@ -305,12 +306,14 @@ def test_mlp_and_its_gradients():
         assert torch.equal(f, again)  # the same bits
 
 
-def test_a_captured_step_follows_the_offsets():
+@pytest.mark.parametrize("alignment", [1, 128])
+def test_a_captured_step_follows_the_offsets(alignment):
+    """With 128, rows are padded per expert as DeepEP hands them over."""
     offs, num, rows = case([100, 0, 300, 28])
     tensors, dy = mlp_operands(num, rows), rand(rows, 512)
 
     def run():
-        return step(lambda *t: mlp(*t, offs=offs), tensors, dy)
+        return step(lambda *t: mlp(*t, offs=offs, alignment=alignment), tensors, dy)
 
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -325,6 +328,8 @@ def test_a_captured_step_follows_the_offsets():
         graph.replay()
         for f, e in zip(captured, run(), strict=True):
             assert torch.equal(f, e)
+        of_none = ~Groups(offs, alignment).of_rows(dy)[1]
+        assert not captured[0][of_none].any()
 
 
 def test_compiled_without_a_break():
@@ -415,6 +420,6 @@ def test_a_process_without_cutlass(prebuilt, tmp_path):
             found, expected, 1e-2
         )  # without kernels pre-activations are rounded before the bias, too
     x, w2 = tensors[0].detach(), tensors[2].detach()
-    near(dw, reference.weights(x.float(), dy.float(), offs, num, torch.float32), SUMMED)
+    near(dw, reference.weights(x.float(), dy.float(), Groups(offs), num, torch.float32), SUMMED)
     near(quantized, exact(x, w2, offs), 6e-2)  # FP8 of both operands
     assert not (tmp_path / "cache").exists()

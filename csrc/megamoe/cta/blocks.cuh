@@ -89,8 +89,8 @@ struct SortedBlocks : MapsOfTable {
     static MEGAMOE_DEVICE BlockEntry entry(const Context& ctx, int block, int block_rows) {
         const ExpertTable& table = ctx.smem.experts;
         int expert = expert_of(ctx, block);
-        int first = table.first_row[expert] + (block - table.first_block[expert]) * block_rows;
-        return {expert << 8 | min_of(block_rows, table.first_row[expert + 1] - first)};
+        int before = (block - table.first_block[expert]) * block_rows;
+        return {expert << 8 | min_of(block_rows, table.rows(expert) - before)};
     }
     static MEGAMOE_DEVICE Run run(const Context& ctx, int block) {
         const int32_t* first = ctx.smem.experts.first_block + expert_of(ctx, block);
@@ -98,8 +98,7 @@ struct SortedBlocks : MapsOfTable {
     }
     template <class T>
     static MEGAMOE_DEVICE int rows_of_expert(const Context& ctx, int expert) {
-        const int32_t* first = ctx.smem.experts.first_row + expert;
-        return first[1] - first[0];
+        return ctx.smem.experts.rows(expert);
     }
     // The K of a weight gradient. Whole groups of 64 rows of an expert are read where they stand; the rows
     // that are left behind them are in the tails, filled up with zero rows. The tail of an expert without
@@ -115,8 +114,8 @@ struct SortedBlocks : MapsOfTable {
     };
     template <class T>
     static MEGAMOE_DEVICE RowsOfK rows_of_k(const Context& ctx, const Tile& tile, bool) {
-        int first = ctx.smem.experts.first_row[tile.expert()];
-        return {first, ctx.smem.experts.first_row[tile.expert() + 1] - first, tile.expert() * warpgroup_rows};
+        int expert = tile.expert();
+        return {ctx.smem.experts.first_row(expert), ctx.smem.experts.rows(expert), expert * warpgroup_rows};
     }
     using RowWeights = const float*;
     template <class T>
@@ -126,7 +125,7 @@ struct SortedBlocks : MapsOfTable {
     static MEGAMOE_DEVICE float weight(RowWeights, int, int) { return 1.0f; }
     static MEGAMOE_DEVICE int first_row(const ExpertTable& table, const Tile& tile, int block_rows) {
         int expert = tile.expert();
-        return table.first_row[expert] + (tile.block - table.first_block[expert]) * block_rows;
+        return table.first_row(expert) + (tile.block - table.first_block[expert]) * block_rows;
     }
     // The map is ragged: its dimensions are (columns, 64, rows + 1, 1), with one distance between rows in
     // both, and it begins 64 rows early. A box at 64 - n, first + n is `first` and the n - 1 rows behind it,

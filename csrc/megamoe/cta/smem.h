@@ -92,10 +92,15 @@ struct alignas(16) MoverSmem {
 };
 
 // The rows of a grouped launch stay where the caller has them, sorted by expert. These are each expert's
-// first block and first row, and behind the last expert the ends of all blocks and rows.
+// first block and the end of the rows before, and behind the last expert the ends of all blocks and rows.
 struct ExpertTable {
     int32_t first_block[max_local_experts + 1];
-    int32_t first_row[max_local_experts + 1];
+    int32_t end_before[max_local_experts + 1];
+    int32_t alignment;
+    MEGAMOE_DEVICE int first_row(int expert) const {
+        return min_of((end_before[expert] + alignment - 1) & -alignment, end_before[expert + 1]);
+    }
+    MEGAMOE_DEVICE int rows(int expert) const { return end_before[expert + 1] - first_row(expert); }
 };
 // A grouped launch has no movers, whose memory this is.
 struct GroupedSmem : ExpertTable {

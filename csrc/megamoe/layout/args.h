@@ -128,6 +128,7 @@ struct Backward {
 // [ceil(./128), pool_rows] with 128 for each. Maps of outputs are ragged (cta/blocks.cuh).
 struct Grouped {
     const int32_t* ends;     // [num_local_experts] where the rows of each expert end; null: all are one expert's
+    int32_t row_alignment;   // a power of two: an expert's rows begin at the end before, rounded up to a multiple of it
     void* cleared[3];        // outputs [R, row bytes] or null: rows of no expert become zeros
     int64_t cleared_row_bytes[3];
     int32_t num_rows;        // R
@@ -137,6 +138,7 @@ struct Grouped {
 struct GroupedWeights {
     TensorMap tails_b;       // [1, 1, L * 64, n]
     const int32_t* ends;     // as above
+    int32_t row_alignment;
     int32_t num_rows;        // R
     int32_t dw_bytes;        // of an element of the gradient: 2 or 4
     int32_t accumulate;      // add to what it and its bias hold

@@ -284,10 +284,10 @@ def test_opcheck():
     dynamic, act = (None, None, True), ("clamped_swiglu", [1.0, 1e9, 0.0])
     checks = "test_schema", "test_faketensor", "test_autograd_registration"
     for op, arguments in (
-        (mine.grouped_mm, (x, w13.flatten(1, 2).transpose(1, 2), OFFS, None, *dynamic)),
-        (mine.grouped_activation, (x, w13, OFFS, None, *act, False, *dynamic, False)),
-        (mine.grouped_activation, (x, w13, OFFS, None, *act, False, *dynamic, True)),
-        (mine.grouped_mlp, (x, w13, w2, OFFS, None, None, *act, False, True)),
+        (mine.grouped_mm, (x, w13.flatten(1, 2).transpose(1, 2), OFFS, 1, None, *dynamic)),
+        (mine.grouped_activation, (x, w13, OFFS, 1, None, *act, False, *dynamic, False)),
+        (mine.grouped_activation, (x, w13, OFFS, 1, None, *act, False, *dynamic, True)),
+        (mine.grouped_mlp, (x, w13, w2, OFFS, 1, None, None, *act, False, True)),
     ):
         torch.library.opcheck(op.default, arguments, test_utils=checks)
 

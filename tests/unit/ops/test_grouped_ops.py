@@ -23,6 +23,7 @@ from megamoe.formats.quantization import (
     quantize_blockwise,
 )
 from megamoe.ops import operators, reference
+from megamoe.ops.groups import Groups
 from megamoe.ops.scales import by_block, by_row
 from megamoe.ops.tails import tails
 from megamoe.testing.compare import compare
@@ -84,7 +85,7 @@ def stand_in(request, monkeypatch):
     """What does without a kernel on CPUs, and on GPUs."""
     if request.param != "by expert":
         monkeypatch.setattr(reference, "_grouped", lambda x: x.dtype == torch.bfloat16)
-        monkeypatch.setattr(reference, "experts_of", None)
+        monkeypatch.setattr(Groups, "slices", None)
         monkeypatch.setattr(torch, "_grouped_mm", undefined_without_rows)
 
 
@@ -130,7 +131,7 @@ def test_any_ends(ends, stand_in):
         near(of_rows[start:end], x[start:end].float() @ w[e].float())
         near(dw[e], x[start:end].float().T @ dy[start:end].float())
         start = end
-    sums = operators.grouped_wgrad(x, dy, offs, 4, False, True)[1]
+    sums = operators.grouped_wgrad(x, dy, offs, 1, 4, False, True)[1]
     near(sums[0], x[: kept[0]].float().sum(0), 1e-6)
 
 
@@ -228,7 +229,7 @@ def numbers(q, scale, recipe, planes=1):
 
 
 def numbers_of_rows(q, scale, recipe, offs=OFFS8):
-    of_rows = by_row(scale, offs, len(q), len(offs)) if scale.shape[-1] > len(q) else scale
+    of_rows = by_row(scale, Groups(offs), q, len(offs)) if scale.shape[-1] > len(q) else scale
     by_token = recipe == Recipe.RowWise
     return q.float() * of_rows.reshape(-1, 1) if by_token else dequantize_rows(q, of_rows)
 
@@ -271,7 +272,7 @@ def test_scales_may_be_as_torch_has_them(recipes):
     """Of rows not by block, of weights in any strides: the same bits."""
     act, options = ACTIVATIONS["swiglu"], {"offs": OFFS8}
     (x, x_scale, w, w_scale), _ = fp8_operands(act, recipes)
-    plain = by_row(x_scale, OFFS8, 200, 3).contiguous()
+    plain = by_row(x_scale, Groups(OFFS8), torch.empty(200, 1), 3).contiguous()
     plain[190:] = 0
     plain = plain[:, 0] if recipes[0] == Recipe.RowWise else plain.t().contiguous().t()
     expected = scaled_act(x, x_scale, w, w_scale, recipes, **options)
@@ -297,13 +298,13 @@ def test_scales_stand_by_block():
     """Experts begin at multiples of 128, also behind one that fills its blocks; rows of no expert are nowhere."""
     offs = torch.tensor([1, 1, 257, 258], dtype=torch.int32)
     scale = torch.arange(1.0, 261.0)[:, None]
-    found = by_block(scale, offs, 4)
+    found = by_block(scale, Groups(offs), 4)
     assert found.shape == (1, 128 * (260 // 128 + 4))
     assert found[0, 0] == 1
     assert found[0, 128:384].tolist() == scale[1:257, 0].tolist()
     assert found[0, 384] == 258
-    assert torch.equal(by_row(found, offs, 260, 4)[:258], scale[:258])
-    assert torch.equal(by_block(scale, None, 1)[0, :260], scale[:, 0])
+    assert torch.equal(by_row(found, Groups(offs), scale, 4)[:258], scale[:258])
+    assert torch.equal(by_block(scale, Groups(None), 1)[0, :260], scale[:, 0])
 
 
 def test_what_has_no_gradient_says_so():
@@ -362,7 +363,8 @@ def test_the_operators_are_those_that_their_file_lists():
         if name.startswith("megamoe::grouped"):
             schema = getattr(torch.ops.megamoe, name.removeprefix("megamoe::")).default._schema
             found[name] = ", ".join(map(marked, schema.arguments))
-    assert dict(re.findall(r"(megamoe::\w+)\((.*?)\)", operators.__doc__)) == found
+    listed = " ".join(operators.__doc__.split())
+    assert dict(re.findall(r"(megamoe::\w+)\((.*?)\)", listed)) == found
 
 
 def test_opcheck():
@@ -372,10 +374,10 @@ def test_opcheck():
     act = "clamped_swiglu", numbers
     checks = "test_schema", "test_faketensor", "test_autograd_registration"
     for op, arguments in (
-        (ours.grouped_mlp, (*wanted, OFFS, b13, b2, *act, True)),
-        (ours.grouped_mm, (x, w13.flatten(1, 2).transpose(1, 2), OFFS, b13)),
-        (ours.grouped_activation, (x, w13, OFFS, b13, *act, True)),
-        (ours.grouped_wgrad_add, (rand(M, I), rand(M, H), OFFS, torch.zeros(3, I, H))),
+        (ours.grouped_mlp, (*wanted, OFFS, 1, b13, b2, *act, True)),
+        (ours.grouped_mm, (x, w13.flatten(1, 2).transpose(1, 2), OFFS, 1, b13)),
+        (ours.grouped_activation, (x, w13, OFFS, 1, b13, *act, True)),
+        (ours.grouped_wgrad_add, (rand(M, I), rand(M, H), OFFS, 1, torch.zeros(3, I, H))),
     ):
         torch.library.opcheck(op.default, arguments, test_utils=checks)
 
@@ -425,6 +427,9 @@ REFUSED = {
     "mat_b.stride()": lambda: ops.grouped_mm(X, rand(3, H, 2 * I)[..., ::2], offs=OFFS),
     "mat_b.device is meta": lambda: ops.grouped_mm(X, W2.to("meta"), offs=OFFS),
     "offs is None, expected the ends of 3 experts": lambda: ops.grouped_mm(X, W2),
+    "alignment is 96, expected a power of two": lambda: ops.grouped_mm(
+        X, W2, offs=OFFS, alignment=96
+    ),
     "offs.dtype is torch.int64": lambda: ops.grouped_mm(X, W2, offs=OFFS.long()),
     "offs.shape is [2], expected [3]": lambda: ops.grouped_mm(X, W2, offs=OFFS[:2]),
     "offs.stride() is (2,), expected 1": lambda: ops.grouped_mm(
@@ -724,13 +729,13 @@ def test_tails_are_what_is_left_of_whole_slots():
     offs = torch.tensor([0, 64, 135, 136], dtype=torch.int32)
     rows = torch.arange(1.0, 141.0)[:, None].expand(-1, 8).bfloat16().contiguous()
     rows[136:] = float("nan")
-    found = tails(rows, rows, offs)[0][:, 0].unflatten(0, (4, 64))
+    found = tails(rows, rows, Groups(offs))[0][:, 0].unflatten(0, (4, 64))
     assert not found[:2].any()  # no rows, and whole slots alone
     assert found[2, :7].tolist() == rows[128:135, 0].tolist()
     assert not found[2, 7:].any()
     assert found[3, 0] == rows[135, 0]
     assert not found[3, 1:].any()
-    assert tails(rows[:64], rows[:64], None)[1].shape == (64, 8)
+    assert tails(rows[:64], rows[:64], Groups(None))[1].shape == (64, 8)
 
 
 @pytest.mark.parametrize("gated", [False, True])

@@ -29,6 +29,7 @@ EXCEPTIONS = {
     "megamoe/layer/operators.py:moe_backward_op": OPERATOR,
     "megamoe/ops/operators.py:grouped_activation": OPERATOR,
     "megamoe/ops/operators.py:grouped_mlp": OPERATOR,
+    "megamoe/ops/operators.py:grouped_mm": OPERATOR,
 }
 
 

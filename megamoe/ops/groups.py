@@ -1,0 +1,45 @@
+"""Describe which rows each expert has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Groups(NamedTuple):
+    """Rows sorted by expert: expert e's end at offs[e], and begin at offs[e - 1] rounded up to the alignment.
+
+    offs: [E] int32; None: one expert has all rows. Rows between are of no expert. Ends are taken as ascending and none
+    past the rows, as the kernel does.
+    """
+
+    offs: Tensor | None
+    alignment: int = 1
+
+    def bounds(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Return where each expert's rows begin and end, both [E] int64. like: [M, ...], the rows."""
+        num = like.shape[0]
+        if self.offs is None:
+            ends = torch.full((1,), num, device=like.device)
+        else:
+            ends = self.offs.long().clamp(0, num).cummax(0)[0]
+        begins = torch.cat((ends.new_zeros(1), ends[:-1]))
+        return (-(-begins // self.alignment) * self.alignment).minimum(ends), ends
+
+    def of_rows(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Return each row's expert [M] int64, and whether it has one [M]; where not, its expert is any."""
+        begins, ends = self.bounds(like)
+        rows = torch.arange(like.shape[0], device=like.device)
+        expert = torch.searchsorted(ends, rows, right=True).clamp(max=len(ends) - 1)
+        return expert, (rows >= begins[expert]) & (rows < ends[expert])
+
+    def slices(self, like: Tensor) -> Iterator[tuple[int, slice]]:
+        """Yield each expert that has rows, and its rows. This waits for the device of offs."""
+        for e, (begin, end) in enumerate(
+            zip(*(t.tolist() for t in self.bounds(like)), strict=True)
+        ):
+            if end > begin:
+                yield e, slice(begin, end)
