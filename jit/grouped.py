@@ -32,6 +32,8 @@ PRODUCTS = {
     "saving-columns": f"GroupedSaving<{TILE}, Bf16Columns, {{}}>",
     "gradient": f"GroupedGradient<{TILE}, Bf16Weights, {{}}>",
     "gradient-columns": f"GroupedGradient<{TILE}, Bf16Columns, {{}}>",
+    "gradient-scales": f"GroupedGradient<{TILE}, Bf16Weights, {{}}, GroupedScalingKind>",
+    "gradient-columns-scales": f"GroupedGradient<{TILE}, Bf16Columns, {{}}, GroupedScalingKind>",
     "weights": f"GroupedWeightGradients<{TILE}, 1, {_COLUMNS}, GroupedWeightsKind>",
     # the layer's, over rows that its backward passes have kept: by planes of w13
     **{

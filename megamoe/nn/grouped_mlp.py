@@ -68,12 +68,6 @@ class GroupedMLP(nn.Module):
         own: Any = self
         up, down, b1, b2 = own.fc1_weight.mT, own.fc2_weight.mT, own.fc1_bias, own.fc2_bias
         given: Any = {"offs": offs, "glu": self.glu, "recipe": self.recipe, "b_up": b1}
-        given["b_down"] = b2 if probs is None else None
-        y = grouped_mlp(x, up, down, self.activation, **given)
-        if probs is None:
-            return y
-        y = y * probs.reshape(-1, 1)  # linear, so that it may follow fc2
-        if b2 is not None:
-            group = torch.searchsorted(offs, torch.arange(len(x), device=x.device), right=True)
-            y = y + nn.functional.pad(b2, (0, 0, 0, 1))[group]  # zeros for rows of no group
-        return y.to(x.dtype)
+        if probs is not None:
+            given["row_scale"] = probs.reshape(-1).float()
+        return grouped_mlp(x, up, down, self.activation, b_down=b2, **given)

@@ -39,7 +39,7 @@ class Gemm:
 
     out: [M, N], or [M, P, N] in planes. bias: [E, P*N] fp32. gu: [M, P, N], pre-activations that are left; where `h`
     is, too, those that a gradient reads: then out is the gradient of them, and h [M, N] is made again. out_scale: by
-    block, of e4m3.
+    block, of e4m3. row_scale: [M] fp32, factors of h; d_scale: parts of their gradients [M, ceil(I/256) + 1], zeros.
     """
 
     operands: Operands
@@ -50,6 +50,8 @@ class Gemm:
     gu: Tensor | None = None
     h: Tensor | None = None
     out_scale: Tensor | None = None
+    row_scale: Tensor | None = None
+    d_scale: Tensor | None = None
 
     def fill(self, args: Any, encode: Encoder) -> None:
         """Fill a zeroed `abi.LAUNCHES["grouped"]`."""
@@ -61,6 +63,7 @@ class Gemm:
         for i, t in enumerate(written):
             own.cleared[i] = t.data_ptr()
             own.cleared_row_bytes[i] = t[0].numel() * t.element_size()
+        own.row_weight, own.d_s = address_of(self.row_scale), address_of(self.d_scale)
         if act is not None:
             args.act_alpha, args.act_limit, args.act_up_offset = act.alpha, act.limit, act.up_offset
         if self.gu is not None:

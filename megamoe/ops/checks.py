@@ -38,7 +38,7 @@ def refuse(name: str, value: object, expected: str) -> None:
     raise ArgumentError(name, value, expected)
 
 
-_OPTIONAL = ("bias", "b_up", "b_down")
+_OPTIONAL = ("bias", "b_up", "b_down", "row_scale")
 _ROWS, _GROUPS = ScalingType.RowWise, ScalingType.BlockWise1x128
 _BLOCKS = ScalingType.BlockWise128x128
 _PAIRS = (_GROUPS, _BLOCKS), (_ROWS, _ROWS), (_GROUPS, _ROWS)  # recipes of rows and weights
@@ -148,6 +148,14 @@ def check_bias(name: str, bias: Tensor | None, num_experts: int, width: int, x: 
     _check_type(name, bias, x, torch.float32, torch.bfloat16)
     if tuple(bias.shape) != (num_experts, width):
         refuse(f"{name}.shape", list(bias.shape), f"[{num_experts}, {width}]")
+
+
+def check_row_scale(row_scale: Tensor | None, x: Tensor) -> None:
+    """row_scale: [M] fp32, contiguous."""
+    if row_scale is not None:
+        _check_scales("row_scale", row_scale, ((x.shape[0],),), x)
+        if x.shape[0] > 1 and row_scale.stride(0) != 1:
+            refuse("row_scale.stride()", row_scale.stride(), "1")
 
 
 class Given(NamedTuple):

@@ -113,6 +113,7 @@ def grouped_mm_act(
     offs: Tensor | None = None, alignment: int = 1, bias: Tensor | None = None,
     glu: Glu = "halves", return_pre: bool = False, scales: Scales | tuple[()] = (),
     output_dtype: torch.dtype = torch.bfloat16, recipe: Recipe | None = None,
+    row_scale: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Multiply each row by the gate and up projection of its group and apply the activation; differentiable.
 
@@ -133,6 +134,7 @@ def grouped_mm_act(
         output_dtype: bf16, or e4m3: quantize h in groups of 128 columns for scaled_grouped_mm(); not differentiable,
             and I is a multiple of 16. Default: bf16.
         recipe: "blockwise": quantize both operands to FP8 in this call. Default: None.
+        row_scale: [M] fp32, multiplies h before it is rounded, as probabilities before FC2. Default: none.
 
     Returns:
         h [M, I] bf16. With return_pre: h and the pre-activations [M, 2*I] bf16, bias included, in the order of mat_b's
@@ -143,7 +145,8 @@ def grouped_mm_act(
         ConfigError: The activation is unknown.
     """
     act = activation_by_name(activation)
-    checks.check_mode(mat_a=mat_a, mat_b=mat_b, bias=bias)
+    checks.check_mode(mat_a=mat_a, mat_b=mat_b, bias=bias, row_scale=row_scale)
+    checks.check_row_scale(row_scale, mat_a)
     alternate, groups = checks.alternates(glu, act), Groups(offs, alignment)
     checks.check_choice("output_dtype", output_dtype, (torch.bfloat16, quantization.E4M3))
     quantizes = output_dtype == quantization.E4M3
@@ -155,9 +158,9 @@ def grouped_mm_act(
     w, bias = checks.planes_of("mat_b", mat_b, bias, act.planes, alternate)
     if quantizes and w.shape[2] % 16:
         checks.refuse("mat_b.shape", list(mat_b.shape), "I a multiple of 16, to quantize h")
-    saves = return_pre or (plain and _records(mat_a, mat_b, bias))
+    saves = return_pre or (plain and _records(mat_a, mat_b, bias, row_scale))
     call = mat_a, w, *groups, bias, act.kind, _numbers(act), saves
-    h, beside = operators.grouped_activation(*call, *of, quantizes)
+    h, beside = operators.grouped_activation(*call, *of, quantizes, row_scale)
     if quantizes:
         return h, beside
     return (h, join(beside, alternate)) if return_pre else h
@@ -166,7 +169,8 @@ def grouped_mm_act(
 def grouped_mm_dact(
     grad: Tensor, mat_b: Tensor, pre: Tensor, activation: str | Activation = "swiglu", *,
     offs: Tensor | None = None, alignment: int = 1, glu: Glu = "halves",
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    row_scale: Tensor | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Compute grouped_mm(grad, mat_b), the gradient of h, and from it that of the pre-activations; and h again.
 
     This is the first step of an MLP's backward pass: `grouped_mm` of this gradient and w_up.mT is that of x. Not
@@ -182,16 +186,19 @@ def grouped_mm_dact(
         alignment: see grouped_mm(). Default: 1.
         glu: The order of the columns of `pre`, see grouped_mm_act(); "interleaved" copies them and their gradient.
             Default: "halves".
+        row_scale: [M] fp32, see grouped_mm_act(): multiplies both results. Default: none.
 
     Returns:
-        The gradient [M, 2*I], in the order of `pre`, and h [M, I], both bf16. Rows after offs[-1] are zeros.
+        The gradient [M, 2*I], in the order of `pre`, and h [M, I], both bf16; with row_scale also its gradient [M]
+        fp32: sums of grouped_mm(grad, mat_b) times the unscaled h. Rows after offs[-1] are zeros.
 
     Raises:
         ArgumentError: A tensor or option is invalid.
         ConfigError: The activation is unknown.
     """
     act = activation_by_name(activation)
-    checks.check_mode(grad=grad, mat_b=mat_b, pre=pre)
+    checks.check_mode(grad=grad, mat_b=mat_b, pre=pre, row_scale=row_scale)
+    checks.check_row_scale(row_scale, grad)
     alternate, groups = checks.alternates(glu, act), Groups(offs, alignment)
     Given(grad, mat_b, groups, None, names=("grad", "mat_b", "")).check(())
     checks.check_rows("pre", pre, grad)
@@ -200,8 +207,8 @@ def grouped_mm_dact(
         checks.refuse("pre.shape", list(pre.shape), expected)
     gu = split(pre, act.planes, alternate).contiguous()
     call = grad, mat_b, gu, *groups, act.kind, _numbers(act)
-    dgu, h = operators.grouped_activation_gradient(*call)
-    return join(dgu, alternate), h
+    dgu, *others = operators.grouped_activation_gradient(*call, row_scale)
+    return join(dgu, alternate), *others[: 1 if row_scale is None else 2]
 
 
 def grouped_mm_wgrad(
@@ -235,6 +242,7 @@ def grouped_mlp(
     x: Tensor, w_up: Tensor, w_down: Tensor, activation: str | Activation = "swiglu", *,
     offs: Tensor | None = None, alignment: int = 1, b_up: Tensor | None = None,
     b_down: Tensor | None = None, glu: Glu = "halves", recipe: Recipe | None = None,
+    row_scale: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Run each row through the MLP of its group: grouped_mm_act(), then grouped_mm(); differentiable.
 
@@ -253,6 +261,7 @@ def grouped_mlp(
         b_down: [E, H] fp32 or bf16. Default: no bias.
         glu: Where gate and up lie in w_up's columns, see grouped_mm_act(). Default: "halves".
         recipe: "blockwise": multiply in FP8, see grouped_mm(); h is e4m3 between the products. Default: None, bf16.
+        row_scale: [M] fp32, see grouped_mm_act(); differentiable. Default: none.
 
     Returns:
         [M, H] bf16. Rows after offs[-1] are zeros.
@@ -262,7 +271,8 @@ def grouped_mlp(
         ConfigError: The activation is unknown.
     """
     act = activation_by_name(activation)
-    checks.check_mode(x=x, w_up=w_up, w_down=w_down, b_up=b_up, b_down=b_down)
+    checks.check_mode(x=x, w_up=w_up, w_down=w_down, b_up=b_up, b_down=b_down, row_scale=row_scale)
+    checks.check_row_scale(row_scale, x)
     if offs is None and w_up.dim() == w_down.dim() == 2:
         w_up, w_down = w_up[None], w_down[None]
         b_up, b_down = (b if b is None else b[None] for b in (b_up, b_down))
@@ -275,8 +285,8 @@ def grouped_mlp(
         checks.refuse("w_down.shape", list(w_down.shape), f"[{num}, {width}, {hidden}]")
     checks.check_weights("w_down", w_down, x)
     checks.check_bias("b_down", b_down, num, hidden, x)
-    saves = not dynamic and _records(x, w_up, w_down, b_up, b_down)
-    of = act.kind, _numbers(act), saves, dynamic
+    saves = not dynamic and _records(x, w_up, w_down, b_up, b_down, row_scale)
+    of = act.kind, _numbers(act), saves, dynamic, row_scale
     y: Tensor = operators.grouped_mlp(x, w13, w_down.transpose(1, 2), *groups, b13, b_down, *of)[0]
     return y
 

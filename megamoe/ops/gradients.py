@@ -19,13 +19,14 @@ from torch import Tensor
 from megamoe.core.config import Activation
 from megamoe.core.errors import MegaMoEError
 from megamoe.formats.quantization import GROUP
+from megamoe.ops.groups import Groups
 from megamoe.ops.operands import join, split
 from megamoe.ops.operators import (
     grouped_activation_gradient,
     grouped_mm,
     grouped_wgrad,
 )
-from megamoe.ops.reference import activation_gradient
+from megamoe.ops.reference import through
 
 Found = dict[str, Tensor | None]  # by the names of arguments
 
@@ -38,27 +39,27 @@ def _of_mm(call: Any, dy: Tensor) -> Found:
 
 
 def _of_activation(call: Any, dh: Tensor | None, d_gu: Tensor | None) -> Found:
-    dgu = d_gu
+    dgu, d_scale = d_gu, None
     if dh is not None:
         if call.quantizes:
             raise RuntimeError("a quantized h has no gradient: use ops.grouped_mlp")
-        dgu = _through(dh, call.w, call.bias, call)[0]
+        dgu, _, d_scale = _through(dh, call.w, call.bias, call)
         dgu = (dgu if d_gu is None else dgu + d_gu).bfloat16()
     assert dgu is not None
-    return _of_first(dgu, "w", "bias", call)
+    return {**_of_first(dgu, "w", "bias", call), "row_scale": d_scale}
 
 
 def _of_mlp(call: Any, dy: Tensor, _: Any) -> Found:
     dy = rows_of(dy)
     if call.dynamic:
-        wide = _through(_product(dy, call.w2, call), call.w13, call.b13, call)
-        dgu, h = (t.bfloat16() for t in wide)
-        del wide
+        dgu, h, d_scale = _through(_product(dy, call.w2, call), call.w13, call.b13, call)
+        dgu, h = dgu.bfloat16(), h.bfloat16()
     else:
         of = call.w2, call.saved, call.offs, call.alignment, call.kind, call.numbers
-        dgu, h = grouped_activation_gradient(dy, *of)
+        dgu, h, d_scale = grouped_activation_gradient(dy, *of, call.row_scale)
     found = _of_first(dgu, "w13", "b13", call)
     dw, found["b2"] = of_weights(dy, h, call.w2.transpose(1, 2), ("w2", "b2"), call)
+    found["row_scale"] = d_scale
     found["w2"] = dw if dw is None else dw.transpose(1, 2)
     return found
 
@@ -112,8 +113,8 @@ def _of_first(dgu: Tensor, name: str, bias: str, call: Any) -> Found:
     return {"x": dx, name: dw, bias: db if db is None else split(db, planes, alternate).flatten(1)}
 
 
-def _through(dh: Tensor, w: Tensor, bias: Tensor | None, call: Any) -> tuple[Tensor, Tensor]:
-    """Return dgu [M, P, I] and h [M, I], both fp32, by what can be differentiated again.
+def _through(dh: Tensor, w: Tensor, bias: Tensor | None, call: Any) -> tuple[Tensor, ...]:
+    """Return what through() does, dgu as [M, P, I], by what can be differentiated again.
 
     Of the pre-activations that were saved, or with `dynamic` of those that w [E, P, I, H] and bias make again: by a
     product for each plane, whose blocks are its own.
@@ -124,8 +125,9 @@ def _through(dh: Tensor, w: Tensor, bias: Tensor | None, call: Any) -> tuple[Ten
         pairs = zip(w.unbind(1), of_planes, strict=True)
         found = [_product(call.x, part.transpose(1, 2), call, b) for part, b in pairs]
         gu = torch.stack(found, 1)
-    dgu, h = activation_gradient(act, gu.flatten(1).float(), dh.float())
-    return dgu.view(gu.shape), h
+    groups = Groups(call.offs, call.alignment)
+    dgu, *others = through(act, gu, dh.float(), groups, call.row_scale)
+    return dgu.view(gu.shape), *others
 
 
 # --- registration ---
@@ -177,7 +179,7 @@ def _differentiate(name: str, gradients: Callable[..., Found]) -> None:
         needs = dict(zip(names, ctx.needs_input_grad, strict=False))  # torch leaves defaults out
         tensors = dict(zip(ctx.names, ctx.saved_tensors, strict=True))
         found = gradients(SimpleNamespace(needs=needs, **ctx.others, **tensors), *results)
-        return tuple(found.get(n) for n in names)
+        return tuple(found.get(n) if needs.get(n) else None for n in names)
 
     torch.library.register_autograd(f"megamoe::{name}", backward, setup_context=setup_context)
 

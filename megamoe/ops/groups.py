@@ -36,6 +36,10 @@ class Groups(NamedTuple):
         expert = torch.searchsorted(ends, rows, right=True).clamp(max=len(ends) - 1)
         return expert, (rows >= begins[expert]) & (rows < ends[expert])
 
+    def times(self, rows: Tensor, scale: Tensor | None) -> Tensor:
+        """rows: [M, N], scale: [M] fp32 -> their product; scales of rows of no expert are any."""
+        return rows if scale is None else rows * scale.where(self.of_rows(rows)[1], 0)[:, None]
+
     def slices(self, like: Tensor) -> Iterator[tuple[int, slice]]:
         """Yield each expert that has rows, and its rows. This waits for the device of offs."""
         for e, (begin, end) in enumerate(

@@ -2,9 +2,11 @@
 
     megamoe::grouped_mm(x, w, offs?, alignment, bias?, x_scale?, w_scale?, dynamic) -> out
     megamoe::grouped_activation(x, w, offs?, alignment, bias?, kind, numbers, saves, x_scale?, w_scale?, dynamic,
-        quantizes) -> (h, gu or scales of h)
-    megamoe::grouped_activation_gradient(dy, w, gu, offs?, alignment, kind, numbers) -> (dgu, h)
-    megamoe::grouped_mlp(x, w13, w2, offs?, alignment, b13?, b2?, kind, numbers, saves, dynamic) -> (y, gu)
+        quantizes, row_scale?) -> (h, gu or scales of h)
+    megamoe::grouped_activation_gradient(dy, w, gu, offs?, alignment, kind, numbers, row_scale?)
+        -> (dgu, h, d_row_scale)
+    megamoe::grouped_mlp(x, w13, w2, offs?, alignment, b13?, b2?, kind, numbers, saves, dynamic,
+        row_scale?) -> (y, gu)
     megamoe::grouped_wgrad(a, b, offs?, alignment, num_experts, fp32, sums) -> (out, sums)
     megamoe::grouped_wgrad_add(a, b, offs?, alignment, out!) -> ()
 
@@ -37,6 +39,7 @@ from megamoe.ops.tails import tails
 _op = torch.library.custom_op
 _variant = cache(GroupedVariant)
 _WEIGHTS = _variant("weights")
+GRADIENT_COLUMNS = 256  # of h, of a tile
 
 
 @_op("megamoe::grouped_mm", mutates_args=())
@@ -55,45 +58,50 @@ def grouped_activation(
     x: Tensor, w: Tensor, offs: Tensor | None, alignment: int, bias: Tensor | None, kind: str,
     numbers: Sequence[float], saves: bool, x_scale: Tensor | None = None,
     w_scale: Tensor | None = None, dynamic: bool = False, quantizes: bool = False,
+    row_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """x: [M, H], w: [E, P, I, H] -> h [M, I] bf16 or e4m3; gu [M, P, I] or h's scales by block."""
     given = Operands(x, readable(w, not quantizes), x_scale, w_scale)
     groups, act = Groups(offs, alignment), Activation(kind, *numbers)
     given = quantized(given, groups) if dynamic else given
-    return _activated(given, groups, bias, act, saves, quantizes)
+    return _activated(given, groups, bias, act, saves, quantizes, row_scale)
 
 
 @_op("megamoe::grouped_activation_gradient", mutates_args=())
 def grouped_activation_gradient(
     dy: Tensor, w: Tensor, gu: Tensor, offs: Tensor | None, alignment: int, kind: str,
-    numbers: Sequence[float],
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """dy: [M, H], w: [E, H, I], contiguous in either, gu: [M, P, I] -> dgu [M, P, I], h [M, I]."""
+    numbers: Sequence[float], row_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dy: [M, H], w: [E, H, I], contiguous in either, gu: [M, P, I] -> dgu [M, P, I], h [M, I], row_scale's [M]."""
     groups, act = Groups(offs, alignment), Activation(kind, *numbers)
     w = w.transpose(1, 2).unsqueeze(1)
-    variant = _variant("gradient" + _major(w), kind)
+    variant = _variant("gradient" + _major(w) + "-scales" * (row_scale is not None), kind)
     machine = machine_of(dy.device, variant)
     if machine is None:
-        dgu, h = reference.gradient(dy, w[:, 0].transpose(1, 2), gu, groups, act)
-        return dgu.bfloat16(), h.bfloat16()
-    dgu, h = torch.empty_like(gu), _rows_like(gu, gu.shape[2])
-    given = Operands(_aligned(dy), w)
-    _run(machine, variant, Gemm(given, groups, dgu, activation=act, gu=gu, h=h))
-    return dgu, h
+        made = reference.gradient(dy, w[:, 0].transpose(1, 2), gu, groups, act, row_scale)
+        return made[0].bfloat16(), made[1].bfloat16(), made[2]
+    dgu, h, d_scale = _empty_gradients(gu, row_scale)
+    gemm = Gemm(Operands(_aligned(dy), w), groups, dgu, activation=act, gu=gu, h=h)
+    if row_scale is not None:
+        parts = d_scale.new_zeros(len(gu), -(-gu.shape[2] // GRADIENT_COLUMNS) + 1)
+        gemm.row_scale, gemm.d_scale = row_scale, parts
+    _run(machine, variant, gemm)
+    return dgu, h, d_scale if row_scale is None else parts.sum(1)
 
 
 @_op("megamoe::grouped_mlp", mutates_args=())
 def grouped_mlp(
     x: Tensor, w13: Tensor, w2: Tensor, offs: Tensor | None, alignment: int, b13: Tensor | None,
     b2: Tensor | None, kind: str, numbers: Sequence[float], saves: bool, dynamic: bool = False,
+    row_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """x: [M, H], w13: [E, P, I, H], w2: [E, H, I] -> y [M, H], gu [M, P, I]. dynamic: h is e4m3, it does not save."""
     groups, act = Groups(offs, alignment), Activation(kind, *numbers)
     first = Operands(x, readable(w13))
     if not dynamic:
-        h, gu = _activated(first, groups, b13, act, saves, False)
+        h, gu = _activated(first, groups, b13, act, saves, False, row_scale)
         return _product(Operands(h, w2.unsqueeze(1)), groups, b2), gu
-    h, h_scale = _activated(quantized(first, groups), groups, b13, act, False, True)
+    h, h_scale = _activated(quantized(first, groups), groups, b13, act, False, True, row_scale)
     second = quantized(Operands(h, w2.unsqueeze(1), h_scale), groups)
     return _product(second, groups, b2), x.new_empty(0)
 
@@ -147,7 +155,7 @@ def _product(given: Operands, groups: Groups, bias: Tensor | None) -> Tensor:
 
 def _activated(
     given: Operands, groups: Groups, bias: Tensor | None, act: Activation, saves: bool,
-    quantizes: bool,
+    quantizes: bool, row_scale: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return h, and what stands beside it."""
     stage = "saving" if saves else "activation"
@@ -155,14 +163,16 @@ def _activated(
     variant = _variant(stage, act.kind)
     machine = machine_of(given.x.device, variant)
     if machine is None:
-        call = *dequantized(given, groups), groups, bias, act
+        call = *dequantized(given, groups), groups, bias, act, row_scale
         if quantizes:
             return rows_by_block(reference.activation(*call)[0], groups, given.w.shape[0])
         h, gu = reference.activation(*call)
         return h.bfloat16(), gu.bfloat16() if saves else given.x.new_empty(0, dtype=torch.bfloat16)
     h, beside = _empty_hidden(given.x, given.w, saves, quantizes)
     scale = beside if quantizes else None
-    gemm = Gemm(given, groups, h, _fp32(bias), act, beside if saves else None, out_scale=scale)
+    gemm = Gemm(
+        given, groups, h, _fp32(bias), act, beside if saves else None, None, scale, row_scale
+    )
     _run(machine, variant, gemm)
     return h, beside
 
@@ -183,6 +193,11 @@ def _empty_hidden(x: Tensor, w: Tensor, saves: bool, quantizes: bool) -> tuple[T
         return h, x.new_empty(num_groups(width), num_places(rows, num), dtype=torch.float32)
     shape = (rows, planes, width) if saves else (0,)
     return h, x.new_empty(shape, dtype=torch.bfloat16)
+
+
+def _empty_gradients(gu: Tensor, row_scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    rows = gu.new_empty(0 if row_scale is None else len(gu), dtype=torch.float32)
+    return torch.empty_like(gu), _rows_like(gu, gu.shape[2]), rows
 
 
 def _empty_weights(
@@ -210,10 +225,10 @@ def _fp32(bias: Tensor | None) -> Tensor | None:
 _shapes = torch.library.register_fake
 _shapes("megamoe::grouped_mm")(lambda x, w, *_: _rows_like(x, w.shape[2]))
 _shapes("megamoe::grouped_activation")(  # torch leaves defaults out
-    lambda x, w, *rest: _empty_hidden(x, w, rest[5], len(rest) == 10 and rest[9])
+    lambda x, w, *rest: _empty_hidden(x, w, rest[5], len(rest) > 9 and rest[9])
 )
 _shapes("megamoe::grouped_activation_gradient")(
-    lambda dy, w, gu, *_: (torch.empty_like(gu), _rows_like(gu, gu.shape[2]))
+    lambda dy, w, gu, *rest: _empty_gradients(gu, rest[4] if len(rest) == 5 else None)
 )
 _shapes("megamoe::grouped_mlp")(
     lambda x, w, w2, *rest: (_rows_like(x, w2.shape[1]), _empty_hidden(x, w, rest[6], False)[1])

@@ -39,20 +39,28 @@ def grouped_product(x: Tensor, w: Tensor, groups: Groups, bias: Tensor | None) -
 
 
 def activation(
-    x: Tensor, w: Tensor, groups: Groups, bias: Tensor | None, act: Activation
+    x: Tensor, w: Tensor, groups: Groups, bias: Tensor | None, act: Activation, scale: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """x: [M, H], w: [E, P, I, H], bias: [E, P*I] -> h [M, I], pre-activations [M, P, I], both fp32."""
     gu = product(x, w.flatten(1, 2).transpose(1, 2), groups, bias)
-    return act(gu), gu.unflatten(1, (w.shape[1], w.shape[2]))
+    return groups.times(act(gu), scale), gu.unflatten(1, (w.shape[1], w.shape[2]))
 
 
 def gradient(
-    dy: Tensor, w: Tensor, gu: Tensor, groups: Groups, act: Activation
-) -> tuple[Tensor, Tensor]:
-    """dy: [M, H], w: [E, H, I], gu: [M, P, I] -> dgu [M, P, I], h [M, I], both fp32; rows of no expert are zeros."""
-    dgu, h = activation_gradient(act, gu.flatten(1).float(), product(dy, w, groups, None))
+    dy: Tensor, w: Tensor, gu: Tensor, groups: Groups, act: Activation, scale: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dy: [M, H], w: [E, H, I], gu: [M, P, I] -> as through(); rows of no expert are zeros."""
     inside = groups.of_rows(gu)[1][:, None]
-    return torch.where(inside, dgu, 0).view_as(gu), torch.where(inside, h, 0)
+    made = through(act, gu.where(inside[..., None], 0), product(dy, w, groups, None), groups, scale)
+    return made[0].view_as(gu), *made[1:]
+
+
+def through(
+    act: Activation, gu: Tensor, dh: Tensor, groups: Groups, scale: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """gu: [M, P, I], dh: [M, I], scale: [M] -> dgu [M, P*I], scaled h [M, I], d_scale [M]; fp32, differentiable."""
+    dgu, h = activation_gradient(act, gu.flatten(1).float(), groups.times(dh, scale))
+    return dgu, groups.times(h, scale), (dh * h).sum(1) if scale is not None else dh.new_empty(0)
 
 
 def activation_gradient(act: Activation, gu: Tensor, dh: Tensor) -> tuple[Tensor, Tensor]:

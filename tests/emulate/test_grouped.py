@@ -186,6 +186,71 @@ def test_rows_may_be_padded_per_expert(alignment, how, monkeypatch):
         near(t, expected[name], 4e-3)
 
 
+@pytest.mark.parametrize("major", ["k", "n"])
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("how", ["emulate", "auto"])
+def test_row_scale(how, name, major, monkeypatch):
+    """Of h, with its gradient; those of rows of no expert are not read."""
+    monkeypatch.setenv("MEGAMOE_BACKEND", how)
+    act, width, (offs, num, rows) = ACTIVATIONS[name], 272, case()
+    end = int(offs[-1])
+    x, dy, bias = rand(rows, 64), rand(rows, 64), rand(num, act.planes * width, scale=0.2)
+    w13 = rand(num, act.planes * width, 64, scale=0.2)
+    w2 = rand(num, 64, width, scale=0.1)  # [E, H, I]: what dh is multiplied by
+    if major == "n":
+        w13, w2 = (t.mT.contiguous().mT for t in (w13, w2))
+    scale = torch.rand(rows) + 0.1
+    scale[end:] = float("nan")
+    options = {"activation": name, "offs": offs, "row_scale": scale}
+    h, pre = ops.grouped_mm_act(x, w13.mT, bias=bias, return_pre=True, **options)
+    plain = ops.grouped_mm_act(x, w13.mT, bias=bias, **options)
+    exact_pre = exact(x, w13.mT, offs, bias)
+    s, wide = scale.double().nan_to_num()[:, None], pre.double().requires_grad_()
+    near(h, act(exact_pre) * s)
+    near(pre, exact_pre)
+    assert torch.equal(plain, h)
+    q, q_scale = ops.grouped_mm_act(
+        x, w13.mT, bias=bias, output_dtype=torch.float8_e4m3fn, **options
+    )
+    by_row = scales.by_row(q_scale, Groups(offs), q, num)
+    near(dequantize_rows(q, by_row)[:end], (act(exact_pre) * s)[:end], 4e-2)
+
+    factor = s.flatten().requires_grad_()
+    expected = factor[:, None] * act(wide)
+    dh = exact(dy, w2, offs)
+    expected.backward(dh)
+    d_pre, again, d_scale = ops.grouped_mm_dact(dy, w2, pre, **options)
+    near(d_pre, wide.grad, 4e-3)
+    near(again, expected.detach(), 4e-3)
+    near(d_scale, factor.grad, 4e-3)
+    assert d_scale.dtype == torch.float32
+    for t in (h, q.float(), d_pre, again, d_scale):
+        assert not t[end:].any()
+
+    leaves = [t.clone().requires_grad_() for t in (x, w13, w2, scale)]
+    twins = [t.detach().double().nan_to_num().requires_grad_() for t in leaves]
+    for recipe, limit in (None, 6e-3), ("blockwise", 8e-2):
+        y = ops.grouped_mlp(
+            leaves[0],
+            leaves[1].mT,
+            leaves[2].mT,
+            name,
+            offs=offs,
+            row_scale=leaves[3],
+            recipe=recipe,
+        )
+        found = torch.autograd.grad(y, leaves, dy)
+        parts = []
+        for e, r in Groups(offs).slices(x):
+            of_h = act(twins[0][r] @ twins[1][e].T) * twins[3][r, None]
+            parts.append(of_h @ twins[2][e].T)
+        near(y[:end], torch.cat(parts).detach(), limit)
+        for a, b in zip(
+            found, torch.autograd.grad(torch.cat(parts), twins, dy[:end].double()), strict=True
+        ):
+            near(a, b, limit)
+
+
 def test_one_expert_without_offs():
     x, w = rand(130, 64), rand(1, 64, 72)
     near(ops.grouped_mm(x, w), x.double() @ w[0].double())

@@ -74,6 +74,10 @@ struct PoolBlocks : MapsOfTable {
         if (weights != nullptr) weights += block_rows;
         return found;
     }
+    template <class T>
+    static MEGAMOE_DEVICE int at(const Args&, int row) {
+        return row;
+    }
     static MEGAMOE_DEVICE int first_row(const ExpertTable&, const Tile& tile, int block_rows) {
         return tile.block * block_rows;
     }
@@ -123,6 +127,11 @@ struct SortedBlocks : MapsOfTable {
         return nullptr;
     }
     static MEGAMOE_DEVICE float weight(RowWeights, int, int) { return 1.0f; }
+    // A row that has a weight: this one, or the last.
+    template <class T>
+    static MEGAMOE_DEVICE int at(const Args& args, int row) {
+        return min_of(row, own<T>(args).num_rows - 1);
+    }
     static MEGAMOE_DEVICE int first_row(const ExpertTable& table, const Tile& tile, int block_rows) {
         int expert = tile.expert();
         return table.first_row(expert) + (tile.block - table.first_block[expert]) * block_rows;

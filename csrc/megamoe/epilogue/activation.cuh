@@ -8,6 +8,7 @@ namespace megamoe {
 template <class S, class Activation, class Rows>
 struct ActivationEpilogue : Elementwise<S, Rows, Activation::gated ? 1 : 2> {
     static constexpr int planes = Activation::gated ? 2 : 1;
+    static constexpr bool multiplies_rows = true;
 
     template <int n>
     static MEGAMOE_DEVICE void transform(const Args& args, float (&sum)[2][n]) {

@@ -81,11 +81,12 @@ struct ActivationGradientEpilogue {
         const Args& args = ctx.args;
         Fragment f;
         int group_row = math_warpgroup() * warpgroup_rows, row = row0<T>(tile) + group_row + f.row;
-        constexpr bool weighted = T::Sums::of_gradients;
+        constexpr bool weighted = T::Sums::of_rows;
         float s[2] = {1.0f, 1.0f};
         if constexpr (weighted) {
             const float* row_weight = own<T>(args).row_weight;
-            s[0] = row_weight[row], s[1] = row_weight[row + 8];
+            s[0] = row_weight[T::Blocks::template at<T>(args, row)];
+            s[1] = row_weight[T::Blocks::template at<T>(args, row + 8)];
         }
         float d_s[2] = {0.0f, 0.0f};
         // Halves and their inputs are loops, not copies: a tile fetches this code anew, and above 42 KB it
@@ -203,7 +204,10 @@ struct ActivationGradientEpilogue {
         for (int i = 0; i < 2; ++i) {  // a quad holds one row
             float all = d_s[i] + arch::shfl_xor(d_s[i], 1);
             all += arch::shfl_xor(all, 2);
-            arch::put_float(to + int64_t{8 * i} * parts, all, false, here && f.quad == 0);
+            bool puts = here && f.quad == 0;
+            if constexpr (!T::Blocks::in_pool)  // there, rows behind a block's are another's
+                puts = puts && row + 8 * i < row0<T>(tile) + tile.rows();
+            arch::put_float(to + int64_t{8 * i} * parts, all, false, puts);
         }
     }
 

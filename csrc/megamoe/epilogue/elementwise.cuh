@@ -36,7 +36,7 @@ struct Destination {
 template <class S, class Rows, int halves_>
 struct Elementwise {
     using Out = Rows;
-    static constexpr bool elementwise = true, saves = false;
+    static constexpr bool elementwise = true, saves = false, multiplies_rows = false;
     static constexpr int halves = halves_, inputs = 0;
     static constexpr int columns = halves * S::half_columns;
     static constexpr int slot_columns = slot_k_bytes / Out::element_bytes;
@@ -125,6 +125,23 @@ MEGAMOE_DEVICE void add_bias(const Tile& tile, Sums<T>& sum, const float* bias, 
         add_bias(sum[half], bias + halves.plane(half) * width, halves.column(half), width, f);
 }
 
+// Rows of a grouped launch times the caller's factors, if there are any.
+template <class T>
+MEGAMOE_DEVICE void multiply_rows(const Context& ctx, Sums<T>& sum) {
+    const float* weights = own<T>(ctx.args).row_weight;
+    if (weights == nullptr) return;
+    int row = row0<T>(current_tile<T>()) + math_warpgroup() * warpgroup_rows + Fragment().row;
+    MEGAMOE_UNROLL
+    for (int i = 0; i < 2; ++i) {
+        float factor = weights[T::Blocks::template at<T>(ctx.args, row + 8 * i)];
+        MEGAMOE_UNROLL
+        for (int j = 2 * i; j < T::Tiling::sums; j += 4) {
+            sum[0][j] *= factor, sum[0][j + 1] *= factor;
+            sum[1][j] *= factor, sum[1][j + 1] *= factor;
+        }
+    }
+}
+
 template <class E1, class E2, class T, class Output>
 MEGAMOE_DEVICE void run_elementwise(const Context& ctx, const Tile& tile, Output& output, Sums<T>& sum) {
     const Args& args = ctx.args;
@@ -136,6 +153,7 @@ MEGAMOE_DEVICE void run_elementwise(const Context& ctx, const Tile& tile, Output
     if (first) {
         if constexpr (E1::saves) write_halves<Bf16Rows, T>(ctx, tile, 2, output, sum, Fragment());
         E1::transform(args, sum);
+        if constexpr (E1::multiplies_rows && !T::Blocks::in_pool) multiply_rows<T>(ctx, sum);
     } else {
         E2::transform(args, sum);
     }

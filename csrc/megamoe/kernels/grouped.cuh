@@ -16,8 +16,8 @@
 namespace megamoe {
 
 // A row of output for each row.
-template <class S, class Rows, class Weights, class Epilogue>
-struct GroupedLayer : GroupedKind {
+template <class S, class Rows, class Weights, class Epilogue, class Kind = GroupedKind>
+struct GroupedLayer : Kind {
     static constexpr bool profile = false;
     using Tiling = S;
     using Gemm1 = GemmOf<Rows, Weights, Epilogue>;
@@ -32,10 +32,10 @@ template <class S, class Rows, class Weights, class Activation, class HiddenRows
 using GroupedActivation = GroupedLayer<S, Rows, Weights, ActivationEpilogue<S, Activation, HiddenRows>>;
 template <class S, class Weights, class Activation>
 using GroupedSaving = GroupedLayer<S, Bf16Rows, Weights, SavingEpilogue<S, Activation, Bf16Rows>>;
-// dgu = (dy w2) act'(gu), and h = act(gu).
-template <class S, class Weights, class Activation>
+// dgu = (dy w2) act'(gu), and h = act(gu); with GroupedScalingKind both times a factor for each row.
+template <class S, class Weights, class Activation, class Kind = GroupedKind>
 using GroupedGradient =
-    GroupedLayer<S, Bf16Rows, Weights, ActivationGradientEpilogue<S, Activation, Bf16Rows>>;
+    GroupedLayer<S, Bf16Rows, Weights, ActivationGradientEpilogue<S, Activation, Bf16Rows>, Kind>;
 
 // A^T B of each expert's rows; or dw13 and dw2 over the rows that backward launches of several passes have
 // kept, bf16 or transposed e4m3.

@@ -73,14 +73,17 @@ MEGAMOE_DEVICE void sum_rows(const Context& ctx) {
 }
 
 // What a token's partial sums: its rows times their routing weights; or rows of gradients, which have these
-// already, and beside them go the gradients of the weights.
+// already, and beside them go the gradients of the weights. of_rows: the gradient's epilogue multiplies rows.
 struct WeightedSums {
-    static constexpr bool of_gradients = false;
+    static constexpr bool of_gradients = false, of_rows = false;
 };
 struct GradientSums {
-    static constexpr bool of_gradients = true;
+    static constexpr bool of_gradients = true, of_rows = true;
 };
 struct NoSums : WeightedSums {};
+struct RowSums : NoSums {
+    static constexpr bool of_rows = true;
+};
 
 // At one rank a token's only partial is its y: reduce writes it there, and combine only zeros, for tokens
 // without routes.

@@ -14,6 +14,7 @@ EXCEPTIONS = {
     "megamoe/nn/grouped_mlp.py:GroupedMLP.__init__": OPTIONS,
     "megamoe/formats/weights.py:ExpertWeights.from_nvfp4": OPTIONS,
     "megamoe/ops/functions.py:grouped_mm_act": OPTIONS,
+    "megamoe/ops/functions.py:grouped_mm_dact": OPTIONS,
     "megamoe/ops/functions.py:scaled_grouped_mm": HOST,
     "megamoe/ops/functions.py:grouped_mlp": OPTIONS,
     "megamoe/backends/mega/backend.py:MegaBackend.__init__": OPTIONS,
@@ -30,6 +31,7 @@ EXCEPTIONS = {
     "megamoe/ops/operators.py:grouped_activation": OPERATOR,
     "megamoe/ops/operators.py:grouped_mlp": OPERATOR,
     "megamoe/ops/operators.py:grouped_mm": OPERATOR,
+    "megamoe/ops/operators.py:grouped_activation_gradient": OPERATOR,
 }
 
 
