@@ -30,7 +30,7 @@ def grouped_mm(
     mat_a: Tensor, mat_b: Tensor, *, offs: Tensor | None = None, alignment: int = 1,
     bias: Tensor | None = None, out_dtype: torch.dtype | None = None,
     recipe: Recipe | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Multiply each row by the matrix of its group, as torch.nn.functional.grouped_mm does.
 
     Args:
@@ -43,7 +43,7 @@ def grouped_mm(
         alignment: Each group begins at the end before rounded up to this multiple, a power of two up to 256. Rows
             between are ignored, and zeros in the result. Default: 1.
         bias: [E, N] fp32 or bf16. Default: no bias.
-        out_dtype: bf16, or of two 2-D operands fp32. Default: bf16.
+        out_dtype: bf16, or of two 2-D operands fp32; or e4m3, as scaled_grouped_mm()'s. Default: bf16.
         recipe: "blockwise": quantize both operands to FP8 in this call (docs/ops.md). Default: None, bf16.
 
     Returns:
@@ -53,8 +53,8 @@ def grouped_mm(
         ArgumentError: A tensor has a wrong shape, dtype, stride, alignment or device.
     """
     checks.check_mode(mat_a=mat_a, mat_b=mat_b, bias=bias)
-    types = None, torch.bfloat16, torch.float32
-    checks.check_choice("out_dtype", out_dtype, types if mat_b.dim() == 2 else types[:2])
+    types = (torch.float32,) if mat_b.dim() == 2 else (quantization.E4M3,)
+    checks.check_choice("out_dtype", out_dtype, (None, torch.bfloat16, *types))
     if mat_b.dim() == 2:
         if bias is not None or recipe is not None:
             checks.refuse("mat_b.shape", list(mat_b.shape), "[experts, K, N] beside bias or recipe")
@@ -62,7 +62,7 @@ def grouped_mm(
         fp32 = out_dtype == torch.float32
         made: Tensor = operators.grouped_wgrad(a, b, offs, alignment, num, fp32, False)[0]
         return made
-    return _product(Given(mat_a, mat_b, Groups(offs, alignment), bias), (), recipe)
+    return _product(Given(mat_a, mat_b, Groups(offs, alignment), bias), (), recipe, out_dtype)
 
 
 def scaled_grouped_mm(
@@ -71,7 +71,7 @@ def scaled_grouped_mm(
     swizzle_b: SwizzleType | None = None, bias: Tensor | None = None, offs: Tensor | None = None,
     output_dtype: torch.dtype | None = torch.bfloat16, contraction_dim: tuple[int, ...] = (),
     use_fast_accum: bool = False, alignment: int = 1,
-) -> Tensor:  # fmt: skip
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Multiply rows by the matrix of their group in FP8, as torch.nn.functional.scaled_grouped_mm does.
 
     Recipes: (BlockWise1x128, BlockWise128x128), (RowWise, RowWise), (BlockWise1x128, RowWise). Not differentiable.
@@ -88,13 +88,14 @@ def scaled_grouped_mm(
         swizzle_b: None or NO_SWIZZLE.
         bias: [E, N] fp32 or bf16. Default: no bias.
         offs: [E] int32, see grouped_mm(). Default: one group has all rows.
-        output_dtype: bf16. Default: bf16.
+        output_dtype: bf16, or e4m3: quantize the result in groups of 128 columns, as grouped_mm_act() does; N is then a
+            multiple of 16. Default: bf16.
         contraction_dim: Empty.
         use_fast_accum: Changes nothing: the recipe alone decides how products are summed (docs/numerics.md).
         alignment: see grouped_mm(). Default: 1.
 
     Returns:
-        [M, N] bf16. Rows after offs[-1] are zeros.
+        [M, N] bf16; in e4m3 also its scales. Rows after offs[-1] are zeros.
 
     Raises:
         ArgumentError: A tensor or recipe is invalid.
@@ -102,10 +103,10 @@ def scaled_grouped_mm(
     checks.check_mode(mat_a=mat_a, mat_b=mat_b, bias=bias)
     checks.check_choice("swizzle_a", swizzle_a, (None, SwizzleType.NO_SWIZZLE))
     checks.check_choice("swizzle_b", swizzle_b, (None, SwizzleType.NO_SWIZZLE))
-    checks.check_choice("output_dtype", output_dtype, (None, torch.bfloat16))
+    checks.check_choice("output_dtype", output_dtype, (None, torch.bfloat16, quantization.E4M3))
     checks.check_choice("contraction_dim", contraction_dim, ((), []))
     scales = scale_a, scale_recipe_a, scale_b, scale_recipe_b
-    return _product(Given(mat_a, mat_b, Groups(offs, alignment), bias), scales)
+    return _product(Given(mat_a, mat_b, Groups(offs, alignment), bias), scales, None, output_dtype)
 
 
 def grouped_mm_act(
@@ -333,11 +334,17 @@ def quantize(
     return q.transpose(1, 2), scale.transpose(1, 2)
 
 
-def _product(given: Given, scales: tuple[Any, ...], recipe: Recipe | None = None) -> Tensor:
+def _product(
+    given: Given, scales: tuple[Any, ...], recipe: Recipe | None, dtype: torch.dtype | None
+) -> Any:
     given = given._replace(x=checks.by_row(given.x))
-    of = given.check(scales, recipe)
-    out: Tensor = operators.grouped_mm(given.x, given.w, *given.groups, given.bias, *of)
-    return out
+    of, others = given.check(scales, recipe), (*given.groups, given.bias)
+    if dtype != quantization.E4M3:
+        return operators.grouped_mm(given.x, given.w, *others, *of)
+    if given.w.shape[2] % 16:
+        checks.refuse("mat_b.shape", list(given.w.shape), "N a multiple of 16, to quantize")
+    w = given.w.transpose(1, 2).unsqueeze(1)
+    return operators.grouped_activation(given.x, w, *others, "", [], False, *of, True)
 
 
 def _numbers(act: Activation) -> list[float]:

@@ -60,9 +60,9 @@ def grouped_activation(
     w_scale: Tensor | None = None, dynamic: bool = False, quantizes: bool = False,
     row_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """x: [M, H], w: [E, P, I, H] -> h [M, I] bf16 or e4m3; gu [M, P, I] or h's scales by block."""
+    """x: [M, H], w: [E, P, I, H] -> h [M, I] bf16 or e4m3; gu [M, P, I] or h's scales by block. kind: "" is none."""
     given = Operands(x, readable(w, not quantizes), x_scale, w_scale)
-    groups, act = Groups(offs, alignment), Activation(kind, *numbers)
+    groups, act = Groups(offs, alignment), Activation(kind, *numbers) if kind else None
     given = quantized(given, groups) if dynamic else given
     return _activated(given, groups, bias, act, saves, quantizes, row_scale)
 
@@ -154,13 +154,13 @@ def _product(given: Operands, groups: Groups, bias: Tensor | None) -> Tensor:
 
 
 def _activated(
-    given: Operands, groups: Groups, bias: Tensor | None, act: Activation, saves: bool,
+    given: Operands, groups: Groups, bias: Tensor | None, act: Activation | None, saves: bool,
     quantizes: bool, row_scale: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return h, and what stands beside it."""
-    stage = "saving" if saves else "activation"
+    stage = "product" if act is None else "saving" if saves else "activation"
     stage += given.suffix + _major(given.w) + ("-quantizes" if quantizes else "")
-    variant = _variant(stage, act.kind)
+    variant = _variant(stage, act and act.kind)
     machine = machine_of(given.x.device, variant)
     if machine is None:
         call = *dequantized(given, groups), groups, bias, act, row_scale

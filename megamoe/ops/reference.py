@@ -6,6 +6,8 @@ whose products are rounded to bf16 before bias and activation; e4m3 operands are
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -39,11 +41,13 @@ def grouped_product(x: Tensor, w: Tensor, groups: Groups, bias: Tensor | None) -
 
 
 def activation(
-    x: Tensor, w: Tensor, groups: Groups, bias: Tensor | None, act: Activation, scale: Tensor | None
+    x: Tensor, w: Tensor, groups: Groups, bias: Tensor | None, act: Any, scale: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """x: [M, H], w: [E, P, I, H], bias: [E, P*I] -> h [M, I], pre-activations [M, P, I], both fp32."""
     gu = product(x, w.flatten(1, 2).transpose(1, 2), groups, bias)
-    return groups.times(act(gu), scale), gu.unflatten(1, (w.shape[1], w.shape[2]))
+    return groups.times(gu if act is None else act(gu), scale), gu.unflatten(
+        1, (w.shape[1], w.shape[2])
+    )
 
 
 def gradient(

@@ -537,6 +537,36 @@ def mlp_of_e4m3(name: str, by_channel: bool) -> None:
         near_by_row(y, exact(x_wide, w13_wide, offs, bias))
 
 
+@pytest.mark.parametrize("how", ["emulate", "auto"])
+@pytest.mark.parametrize("of", ["bf16", "blockwise", "by block", "by token", "by channel"])
+def test_a_product_quantizes(of, how, monkeypatch):
+    """Its sums in fp32, as quantize_rows() does; its result is what the next product takes."""
+    monkeypatch.setenv("MEGAMOE_BACKEND", how)
+    offs, num, rows = case()
+    end, x, bias = int(offs[-1]), rand(rows, 144), torch.randn(num, 272)
+    w = rand(num, 272, 144, scale=0.1).mT
+    *q, x_wide = quantized_rows(x, offs, of == "by token")
+    *wq, w_wide = quantized(w, 1, of in ("by token", "by channel"))
+    options = {"offs": offs, "bias": bias}
+    if of in ("bf16", "blockwise"):
+        recipe = None if of == "bf16" else of
+        out, scale = ops.grouped_mm(x, w, out_dtype=torch.float8_e4m3fn, recipe=recipe, **options)
+        x_wide, w_wide = (x, w) if of == "bf16" else (x_wide, w_wide)
+    else:
+        by = of != "by block"
+        out, scale = scaled(q, wq, by, output_dtype=torch.float8_e4m3fn, **options)
+    expected, expected_scale = quantize_rows(exact(x_wide, w_wide, offs, bias))
+    by_row = scales.by_row(scale, Groups(offs), out, num)
+    near(by_row[:end], expected_scale[:end], 1e-5)
+    steps = out[:end].float() != expected[:end].float()  # where a sum's last bits decide
+    assert steps.float().mean() < 3e-3
+    assert not out[end:].float().any()
+    wide = torch.zeros(rows, 272)
+    wide[:end] = dequantize_rows(out[:end], by_row[:end])
+    *second, second_wide = quantized(rand(num, 272, 80), 1)
+    near(scaled((out, scale), second, offs=offs), exact(wide, second_wide, offs))
+
+
 def near_by_row(found: Tensor, expected: Tensor, end: int | None = None) -> None:
     """Also of the smallest rows and columns: large ones hide them in a sum over all."""
     pairs = [(found[:end], expected[:end]), (found[:end].T, expected[:end].T)]

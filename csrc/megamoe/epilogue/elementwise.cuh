@@ -126,7 +126,7 @@ MEGAMOE_DEVICE void add_bias(const Tile& tile, Sums<T>& sum, const float* bias, 
 }
 
 // Rows of a grouped launch times the caller's factors, if there are any.
-template <class T>
+template <class T, int halves>
 MEGAMOE_DEVICE void multiply_rows(const Context& ctx, Sums<T>& sum) {
     const float* weights = own<T>(ctx.args).row_weight;
     if (weights == nullptr) return;
@@ -136,8 +136,8 @@ MEGAMOE_DEVICE void multiply_rows(const Context& ctx, Sums<T>& sum) {
         float factor = weights[T::Blocks::template at<T>(ctx.args, row + 8 * i)];
         MEGAMOE_UNROLL
         for (int j = 2 * i; j < T::Tiling::sums; j += 4) {
-            sum[0][j] *= factor, sum[0][j + 1] *= factor;
-            sum[1][j] *= factor, sum[1][j + 1] *= factor;
+            MEGAMOE_UNROLL
+            for (int half = 0; half < halves; ++half) sum[half][j] *= factor, sum[half][j + 1] *= factor;
         }
     }
 }
@@ -153,7 +153,7 @@ MEGAMOE_DEVICE void run_elementwise(const Context& ctx, const Tile& tile, Output
     if (first) {
         if constexpr (E1::saves) write_halves<Bf16Rows, T>(ctx, tile, 2, output, sum, Fragment());
         E1::transform(args, sum);
-        if constexpr (E1::multiplies_rows && !T::Blocks::in_pool) multiply_rows<T>(ctx, sum);
+        if constexpr (E1::multiplies_rows && !T::Blocks::in_pool) multiply_rows<T, E1::halves>(ctx, sum);
     } else {
         E2::transform(args, sum);
     }

@@ -25,8 +25,8 @@ struct GroupedLayer : Kind {
 };
 
 // out = A B, plus a bias.
-template <class S, class Rows, class Weights>
-using GroupedProduct = GroupedLayer<S, Rows, Weights, PlainEpilogue<S, Bf16Rows>>;
+template <class S, class Rows, class Weights, class Out = Bf16Rows>
+using GroupedProduct = GroupedLayer<S, Rows, Weights, PlainEpilogue<S, Out>>;
 // h = activation(x w13); the second saves the pre-activations.
 template <class S, class Rows, class Weights, class Activation, class HiddenRows>
 using GroupedActivation = GroupedLayer<S, Rows, Weights, ActivationEpilogue<S, Activation, HiddenRows>>;

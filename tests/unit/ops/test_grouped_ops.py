@@ -427,6 +427,12 @@ REFUSED = {
     "mat_b.stride()": lambda: ops.grouped_mm(X, rand(3, H, 2 * I)[..., ::2], offs=OFFS),
     "mat_b.device is meta": lambda: ops.grouped_mm(X, W2.to("meta"), offs=OFFS),
     "offs is None, expected the ends of 3 experts": lambda: ops.grouped_mm(X, W2),
+    "mat_b.shape is [3, 24, 8], expected N a multiple of 16": lambda: ops.grouped_mm(
+        X, W2[..., :8], offs=OFFS, out_dtype=torch.float8_e4m3fn
+    ),
+    "row_scale.shape is [3], expected [13]": lambda: ops.grouped_mlp(
+        X, W, rand(3, I, H), offs=OFFS, row_scale=torch.ones(3)
+    ),
     "alignment is 96, expected a power of two": lambda: ops.grouped_mm(
         X, W2, offs=OFFS, alignment=96
     ),
