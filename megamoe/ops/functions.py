@@ -16,7 +16,7 @@ from megamoe.formats import quantization
 from megamoe.ops import checks, gradients, operators
 from megamoe.ops.checks import Given
 from megamoe.ops.groups import Groups
-from megamoe.ops.operands import join, split
+from megamoe.ops.operands import join, rows_by_group, split
 from megamoe.ops.scales import by_block
 
 Glu = Literal["halves", "interleaved"]
@@ -320,8 +320,7 @@ def quantize(
     by_row = recipe == ScalingType.RowWise
     checks.check_quantized(x, recipe, offs, glu)
     if x.dim() == 2:
-        of_rows = quantization.quantize_tokens if by_row else quantization.quantize_rows
-        q, scale = of_rows(x)
+        q, scale = quantization.quantize_tokens(x) if by_row else rows_by_group(x)
         if offs is not None:
             groups = Groups(offs, alignment)
             return q, by_block(scale, groups, checks.num_ends(groups, x))

@@ -100,10 +100,16 @@ def dequantized(given: Operands, groups: Groups) -> tuple[Tensor, Tensor]:
     return rows.to(dtype), wide.to(dtype)
 
 
+def rows_by_group(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x: [M, K] -> e4m3, and scales [M, ceil(K/128)]; of bf16 by one kernel on Hopper, the same bits."""
+    if x.dtype != torch.bfloat16 or torch.compiler.is_compiling():
+        return quantize_rows(x)
+    return quantize_activations(x.contiguous(), _FORMULAS)
+
+
 def rows_by_block(x: Tensor, groups: Groups, num_experts: int) -> tuple[Tensor, Tensor]:
     """x: [M, K] bf16 or fp32 -> e4m3, and scales by block."""
-    bf16 = x.dtype == torch.bfloat16  # by one kernel on Hopper, the same bits
-    q, scale = quantize_activations(x.contiguous(), _FORMULAS) if bf16 else quantize_rows(x)
+    q, scale = rows_by_group(x)
     return q, by_block(scale, groups, num_experts)
 
 

@@ -50,7 +50,7 @@ def grouped_mm(
     """x: [M, K], w: [E, K, N], contiguous in either, given e4m3 in K -> [M, N] bf16."""
     w = w.transpose(1, 2).unsqueeze(1)
     given, groups = Operands(_aligned(x), readable(w), x_scale, w_scale), Groups(offs, alignment)
-    return _product(quantized(given, groups) if dynamic else given, groups, bias)
+    return _activated(quantized(given, groups) if dynamic else given, groups, bias)[0]
 
 
 @_op("megamoe::grouped_activation", mutates_args=())
@@ -100,10 +100,10 @@ def grouped_mlp(
     first = Operands(x, readable(w13))
     if not dynamic:
         h, gu = _activated(first, groups, b13, act, saves, False, row_scale)
-        return _product(Operands(h, w2.unsqueeze(1)), groups, b2), gu
+        return _activated(Operands(h, w2.unsqueeze(1)), groups, b2)[0], gu
     h, h_scale = _activated(quantized(first, groups), groups, b13, act, False, True, row_scale)
     second = quantized(Operands(h, w2.unsqueeze(1), h_scale), groups)
-    return _product(second, groups, b2), x.new_empty(0)
+    return _activated(second, groups, b2)[0], x.new_empty(0)
 
 
 @_op("megamoe::grouped_wgrad", mutates_args=())
@@ -140,24 +140,11 @@ def grouped_wgrad_add(
         machine.run(_WEIGHTS, outer.fill)
 
 
-def _product(given: Operands, groups: Groups, bias: Tensor | None) -> Tensor:
-    """Return x w^T + bias [M, N] bf16."""
-    x, w = given.x, given.w
-    variant = _variant("product" + given.suffix + _major(w))
-    machine = machine_of(x.device, variant)
-    if machine is None:
-        x, w = dequantized(given, groups)
-        return reference.product(x, w[:, 0].transpose(1, 2), groups, bias).bfloat16()
-    out = _rows_like(x, w.shape[2])
-    _run(machine, variant, Gemm(given, groups, out, _fp32(bias)))
-    return out
-
-
 def _activated(
-    given: Operands, groups: Groups, bias: Tensor | None, act: Activation | None, saves: bool,
-    quantizes: bool, row_scale: Tensor | None,
+    given: Operands, groups: Groups, bias: Tensor | None, act: Activation | None = None,
+    saves: bool = False, quantizes: bool = False, row_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return h, and what stands beside it."""
+    """Return h, without an activation the product, and what stands beside it."""
     stage = "product" if act is None else "saving" if saves else "activation"
     stage += given.suffix + _major(given.w) + ("-quantizes" if quantizes else "")
     variant = _variant(stage, act and act.kind)

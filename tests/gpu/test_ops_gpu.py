@@ -128,13 +128,18 @@ def test_activation_and_its_gradient(name, hidden, width):
         assert torch.equal(again, h)
         assert torch.equal(torch.cat((pre[:, ::2], pre[:, 1::2]), 1), gu)
     with full_fp32(DEVICE):
-        expected, pre = reference.activation(x.float(), w.float(), Groups(offs), bias, act)
+        expected, pre = reference.activation(x.float(), w.float(), Groups(offs), bias, act, None)
         near(gu, pre.flatten(1))
         near(h, expected)
         dy, w2 = rand(rows, hidden), rand(num, hidden, width, scale=hidden**-0.5)
         dgu, again = ops.grouped_mm_dact(dy, w2, gu, name, offs=offs)
         planes = gu.float().unflatten(1, (act.planes, width))
-        expected, h2 = reference.gradient(dy.float(), w2.float(), planes, Groups(offs), act)
+        scale = torch.rand(rows, device=DEVICE) + 0.1
+        given = dy.float(), w2.float(), planes, Groups(offs), act
+        scaled = ops.grouped_mm_dact(dy, w2, gu, name, offs=offs, row_scale=scale)
+        for found, wanted in zip(scaled, reference.gradient(*given, scale), strict=True):
+            near(found, wanted.view_as(found))
+        expected, h2, _ = reference.gradient(*given, None)
     near(dgu, expected.flatten(1))
     by_k = ops.grouped_mm_dact(dy, w2.mT.contiguous().mT, gu, name, offs=offs)
     assert all(torch.equal(f, e) for f, e in zip(by_k, (dgu, again), strict=True))

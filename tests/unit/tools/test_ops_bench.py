@@ -12,6 +12,7 @@ from programs import tool
 from bench import ops, ops_cases, timing
 from bench.floors import GEMM_TFLOPS, HBM_BYTES_PER_US
 from megamoe.formats.quantization import E4M3, dequantize_rows, dequantize_tokens
+from megamoe.ops.groups import Groups
 from megamoe.ops.scales import by_row
 from megamoe.testing.compare import compare
 from megamoe.testing.shapes import SHAPES
@@ -25,7 +26,7 @@ def flat(found):
     if found[0].dtype == E4M3:
         q, scale = found
         if scale.shape[0] != q.shape[0]:
-            scale = by_row(scale, SIZES.offs(), SIZES.total, SIZES.num)
+            scale = by_row(scale, Groups(SIZES.offs()), q, SIZES.num)
         found = [(dequantize_tokens if scale.shape[1] == 1 else dequantize_rows)(q, scale)]
     return [t.flatten(1).float() for t in found if t is not None and t.dim() > 1]
 
