@@ -132,7 +132,7 @@ struct Grouped {
     void* cleared[3];        // outputs [R, row bytes] or null: rows of no expert become zeros
     int64_t cleared_row_bytes[3];
     int32_t num_rows;        // R
-    const float* row_weight; // [R] factors of h, or null
+    const float* row_weight; // factors of h, [R], or null
     float* d_s;              // parts of their gradients, as Backward's, of zeros; or null
 };
 // A [R, m], B [1, 1, R, n]. Behind an expert's last whole 64 rows the others stand in tails, as 64 with zero rows:

@@ -26,6 +26,7 @@ class Targets:
 
     accumulate: bool
     into: dict[str, Tensor]
+    dtype: torch.dtype  # of the matrices' gradients that are returned
     _weights: ExpertWeights
     tensors: dict[str, Tensor] = field(default_factory=dict)  # that the launch writes or adds to
     _scratch: set[str] = field(default_factory=set)  # of those, what nobody wants
@@ -53,7 +54,8 @@ class Targets:
                 expected = "gradients that are needed: " + ", ".join(wanted)
                 raise ArgumentError("into", repr(name), expected)
             _check(name, (into or {})[name], masters[name])
-        found = cls(bool(into), dict(into or {}), weights)
+        of_masters = torch.float32 if weights.w13.dtype == torch.float32 else torch.bfloat16
+        found = cls(bool(into), dict(into or {}), of_masters, weights)
         given = {found.into[n].dtype for n in _MATRICES if n in found.into}
         dtype = found.dtype if not given else given.pop() if len(given) == 1 else torch.float32
         make = torch.zeros_like if found.accumulate else empty
@@ -70,11 +72,6 @@ class Targets:
                     direct = make(masters[name].flatten(1), dtype=of)
             found.tensors[name] = direct
         return found
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the matrices' gradients that are returned."""
-        return torch.float32 if self._weights.w13.dtype == torch.float32 else torch.bfloat16
 
     def results(self) -> list[Tensor | None]:
         """Return the gradients of NAMES, None where not needed or added. After the launch, in stream order."""

@@ -384,10 +384,10 @@ class Backward(Launch):
         fresh, of_call = self._fresh, (call.known, wanted.needs)
         plain = not (wanted.into or wanted.only_weights or wanted.kept is not None)
         if plain and call.known is not None and fresh is not None and fresh[:2] == of_call:
-            *_, like, scratch, rows = fresh
+            *_, dtype, like, scratch, rows = fresh
             made = {n: torch.empty_like(t, device=self.device) for n, t in like.items()}
             move_gradients(self.argument, rows, self._encode, made)
-            return Targets(False, {}, call.weights, made, scratch)
+            return Targets(False, {}, dtype, call.weights, made, scratch)
         self._fresh = None  # until all is filled
         for name in ("w13", "w2"):
             dtype = getattr(call.weights, name).dtype
@@ -402,7 +402,7 @@ class Backward(Launch):
         )
         if plain:
             like = {n: torch.empty_like(t, device="meta") for n, t in targets.tensors.items()}
-            self._fresh = *of_call, like, targets._scratch, rows
+            self._fresh = *of_call, targets.dtype, like, targets._scratch, rows
         return targets
 
     def _fill_weights(
