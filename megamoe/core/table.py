@@ -130,7 +130,7 @@ class Precision:
     x: Format  # staged x, x_pool
     w: Format  # w13 and w2 as the GEMMs read them
     h: Format
-    trains: bool = True  # else for inference only
+    trains: bool = True  # has a backward pass
     weight_gradients: tuple[str, ...] = ("bf16",)  # what they may multiply, the default first
 
     @property
@@ -139,9 +139,24 @@ class Precision:
         return max(self.x.multiple, self.w.multiple, self.h.multiple)
 
     @property
+    def packed(self) -> bool:
+        """True if weights are packed: they get no gradients, and backward multiplies them as bf16."""
+        return self.w.packed > 1
+
+    @property
+    def transposes(self) -> bool:
+        """True if backward multiplies transposed copies of the weights."""
+        return self.trains and self.w.scaled and not self.packed
+
+    @property
+    def dy(self) -> Format:
+        """Rows of dy and dgu that backward multiplies."""
+        return BF16 if self.packed else self.x
+
+    @property
     def panels(self) -> bool:
         """True if there are kernels that first expand the packed weights in memory, to e4m3 panels."""
-        return self.w.packed > 1 and self.x.scaled
+        return self.packed and self.x.scaled
 
     @property
     def cpp(self) -> str | None:
@@ -157,9 +172,9 @@ PRECISIONS: dict[str, Precision] = {
         Precision("bf16", x=BF16, w=BF16, h=BF16),
         Precision(*("fp8", E4M3_ROWS, E4M3_BLOCKS, E4M3_ROWS), weight_gradients=("bf16", "e4m3")),
         Precision("fp8_channel", x=E4M3_TOKENS, w=E4M3_CHANNELS, h=E4M3_ROWS, trains=False),
-        Precision("fp8xmxfp4", x=E4M3_QUADS, w=MXFP4, h=E4M3_QUADS, trains=False),
-        Precision("bf16xmxfp4", x=BF16, w=MXFP4, h=BF16, trains=False),
-        Precision("bf16xnvfp4", x=BF16, w=NVFP4, h=BF16, trains=False),
+        Precision("fp8xmxfp4", x=E4M3_QUADS, w=MXFP4, h=E4M3_QUADS),
+        Precision("bf16xmxfp4", x=BF16, w=MXFP4, h=BF16),
+        Precision("bf16xnvfp4", x=BF16, w=NVFP4, h=BF16),
     )
 }
 # Names that somebody may look for, and what to say of them.

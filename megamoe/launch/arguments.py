@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -20,6 +20,7 @@ from megamoe.launch.layout import Region
 from megamoe.launch.table import (
     HALF,
     Encoder,
+    Row,
     forward_rows,
     rows_map,
     set_map,
@@ -197,7 +198,7 @@ def fill_static(args: Any, plan: Plan, place: Place, encoder: Encoder) -> None:
 
 def _fill_expanded(args: Any, plan: Plan, address: dict[str, int], encoder: Encoder) -> None:
     """Say where expanded weights lie, for launches that can have some."""
-    expanded, region = args.own, plan.workspace.get("panels")
+    expanded, region = args.expanded, plan.workspace.get("panels")
     expanded.ready, expanded.above = address["panel_ready"], panels.above(plan.strided)
     if region is None:
         return
@@ -221,11 +222,15 @@ def fill_weights(args: Any, plan: Plan, weights: ExpertWeights, encoder: Encoder
     rows = weight_rows(plan.problem, weights, args.x_pool)
     write(args, rows, encoder)
     if isinstance(args, abi.LAUNCHES["packed"]):
-        expanded = args.own
-        for i, row in enumerate(rows):
-            assert row.b is not None
-            expanded.packed[i] = row.b.base
-            expanded.row_bytes[i], expanded.plane_bytes[i], expanded.expert_bytes[i] = row.b.strides
+        fill_packed(args.expanded, rows)
+
+
+def fill_packed(expanded: Any, rows: Iterable[Row]) -> None:
+    """Say where packed weights lie. rows: of weight_rows(), in the order of the launch's GEMMs."""
+    for i, row in enumerate(rows):
+        assert row.b is not None
+        expanded.packed[i] = row.b.base
+        expanded.row_bytes[i], expanded.plane_bytes[i], expanded.expert_bytes[i] = row.b.strides
 
 
 def fill_call(

@@ -93,7 +93,8 @@ def check_window(problem: Problem) -> None:
 def window_regions(problem: Problem) -> dict[str, Region]:
     """Return the regions of one rank's window. They depend on nothing that differs between ranks.
 
-    A backward launch stages dy where others stage x, once no rank reads what the launch before it staged.
+    A backward launch stages dy where others stage x, once no rank reads what the launch before it staged; in
+    window_dy if the formats differ.
     """
     check_window(problem)
     return _place(_window(problem))
@@ -113,6 +114,8 @@ def _window(p: Problem) -> Iterator[_Spec]:
     yield "window_x", (tokens, x.width(hidden)), x.dtype
     if x.scaled:
         yield "window_x_scale", x.scale_shape(tokens, hidden), torch.float32
+    if x != p.formats.dy:
+        yield "window_dy", (tokens, hidden), torch.bfloat16
     yield "window_partials", (ranks, tokens, hidden), torch.bfloat16
 
 
@@ -195,7 +198,7 @@ def backward_regions(
     """Return the regions that a backward launch needs beside the workspace, in memory of its own.
 
     dy's rows in the format of x are the workspace's x_pool. Where x has no scales, they are dy_rows too, and hs is the
-    workspace's h, which has the same format.
+    workspace's h, which has the same format. Packed weights have no gradients, and beside e4m3 rows of x dy is dy_rows.
     weight_gradients: "e4m3": what they multiply is transposed, blocks of 128 rows as [columns, 128].
     """
     _check_pool(problem, pool_rows)
@@ -211,7 +214,10 @@ def _backward(p: Problem, rows: int, transposed: bool) -> Iterator[_Spec]:
     yield "row_weight", (rows,), torch.float32
     yield "d_s", (rows, -(-p.intermediate // TILE_COLUMNS) + 1), torch.float32
     yield "dgu", (rows, planes, p.intermediate), torch.bfloat16
-    if p.formats.x.scaled:
+    if p.formats.packed:
+        yield "matrices_ready", (p.num_local_experts(p.rank), 2), torch.int32
+        yield "matrices", panels.matrices_shape(p), torch.bfloat16
+    if p.formats.dy.scaled:
         x, (_, groups) = p.formats.x, p.formats.x.scale_shape(rows, p.intermediate)
         yield "dgu_rows", (rows, planes, p.intermediate), x.dtype
         yield "dgu_scale", (planes * groups, rows), torch.float32
@@ -316,7 +322,7 @@ def _train_state(p: Problem, rows: int) -> Iterator[_Spec]:
     yield "gu", (rows, p.activation.planes, p.intermediate), torch.bfloat16
     # Without scales own tokens are not saved: backward reads them from x.
     slots = p.ep_size if x.scaled else p.ep_size - 1
-    yield "tokens", (slots, p.max_tokens, p.hidden), x.dtype
+    yield "tokens", (slots, p.max_tokens, x.width(p.hidden)), x.dtype
     if x.scaled:
         yield "tokens_scale", (slots, *x.scale_shape(p.max_tokens, p.hidden)), torch.float32
 

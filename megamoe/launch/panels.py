@@ -7,6 +7,7 @@ of one expert, those of w13 first.
 from __future__ import annotations
 
 from megamoe.core.config import Problem
+from megamoe.core.table import BF16
 from megamoe.jit import abi
 from megamoe.jit.source import TILE
 
@@ -37,6 +38,14 @@ def rooms(problem: Problem, pool_rows: int) -> int:
     _, slots = _of_expert(problem)
     fit = EXPANDED_BYTES // (slots * TILE_COLUMNS * abi.SLOT_K_BYTES)
     return min(max(fit, LEAST_ROOMS), local)
+
+
+def matrices_shape(problem: Problem) -> tuple[int, ...]:
+    """Return the shape of backward's rooms, bf16: experts, their matrices (w2 and the planes of w13), numbers."""
+    matrices, numbers = 1 + problem.activation.planes, problem.hidden * problem.intermediate
+    fit = EXPANDED_BYTES // (matrices * numbers * BF16.bytes)
+    local = problem.num_local_experts(problem.rank)
+    return min(max(fit, LEAST_ROOMS), local), matrices, numbers
 
 
 def shape(problem: Problem, pool_rows: int) -> tuple[int, int]:

@@ -21,6 +21,7 @@ from megamoe.core.table import BF16, SCALE_GROUP
 from megamoe.formats.weights import ExpertWeights, TransposedWeights
 from megamoe.jit import abi
 from megamoe.jit.source import TILE
+from megamoe.launch import panels
 from megamoe.launch.layout import transposed_widths
 
 # (base, dims, strides in bytes of all but the innermost, box, bytes of an element) -> 128 bytes.
@@ -220,7 +221,7 @@ def gradient_operands(plan: Any, address: Mapping[str, int]) -> list[Row]:
 def backward_rows(plan: Any, address: Mapping[str, int]) -> list[Row]:
     """Rows of a backward launch, without weights and gradients. address: of both workspaces' regions."""
     p, rows = plan.strided, plan.pool_rows
-    hidden, width, planes, x = p.hidden, p.intermediate, p.activation.planes, p.formats.x
+    hidden, width, planes, x = p.hidden, p.intermediate, p.activation.planes, p.formats.dy
     dgu = plane_maps(address["dgu"], rows, planes, width)
     pool = recomputed = rows_map(address["x_pool"], rows, hidden, x.bytes)
     scale, dgu_scale, dgu_rows = address.get("x_pool_scale"), address.get("dgu_scale"), dgu
@@ -290,6 +291,28 @@ def master_rows(problem: Problem, weights: ExpertWeights, other: int) -> list[Ro
     ]
 
 
+def matrices_rows(problem: Problem, weights: ExpertWeights, matrices: int) -> list[Row]:
+    """Rows of a backward launch with packed weights, which it expands as master_rows() has them, a few experts at a time.
+
+    weights: with a contiguous b13. matrices: address of panels.matrices_shape().
+    """
+    p = problem
+    rooms, of_room, numbers = panels.matrices_shape(p)
+    room = of_room * numbers * BF16.bytes
+    found = []
+    for gemm, height, width, first, planes, scale, box_rows in (
+        ("gemm1", p.hidden, p.intermediate, 0, 1, weights.w2_scale, ROWS),
+        ("gemm2", p.intermediate, p.hidden, 1, of_room - 1, weights.w13_scale, ROWS),
+        ("recompute", p.intermediate, p.hidden, 1, of_room - 1, weights.w13_scale, HALF),
+    ):
+        place = matrices + first * numbers * BF16.bytes, (width * 2, numbers * 2, room)
+        shape = (rooms, planes, height, width)
+        b = matrix_map(place, shape, BF16.bytes, box_rows)
+        found.append(Row(gemm, b=b, b_scale=address_of(scale)))
+    found[-1].bias = address_of(weights.b13)
+    return found
+
+
 def transposed_rows(problem: Problem, transposed: TransposedWeights, other: int) -> list[Row]:
     """Rows of a backward launch in FP8: transposed copies, and w13 as forward has it, for recompute.
 
@@ -329,6 +352,7 @@ def gradient_rows(
         dw, db = targets.get(of_w), targets.get(of_b)
         place = other, _repeated(shape[-1] * size)
         if dw is not None:
+            shape = *shape[:3], dw.shape[-1]  # fewer columns where nobody wants them
             place = place_of(name, dw, shape[1], shape, other)
         out = matrix_map(place, shape, size, ROWS)
         wanted = shape[2] if keeps or dw is not None else 0

@@ -19,7 +19,7 @@ from megamoe.core.table import BF16, SCALE_GROUP
 from megamoe.formats.quantization import rows_of_blocks
 from megamoe.formats.weights import ExpertWeights, TransposedWeights
 from megamoe.launch import layout
-from megamoe.launch.arguments import Plan, fill_call
+from megamoe.launch.arguments import Plan, fill_call, fill_packed
 from megamoe.launch.table import (
     Encoder,
     Row,
@@ -29,10 +29,12 @@ from megamoe.launch.table import (
     gradient_rows,
     hs_map,
     master_rows,
+    matrices_rows,
     plane_maps,
     set_map,
     set_maps,
     transposed_rows,
+    weight_rows,
     write,
 )
 
@@ -66,11 +68,16 @@ def fill_backward(args: Any, plan: Plan, base: int, encoder: Encoder, kept: int 
         address |= {name: kept + region.offset for name, region in plan.kept.items()}
         if not p.formats.x.scaled:  # dy is pulled as it is kept
             address["x_pool"] = address["dy_rows"]
+    if p.formats.dy != p.formats.x:
+        address["x_pool"], args.window_x = address["dy_rows"], plan.window["window_dy"].offset
     own, args.x_pool = args.own, address["x_pool"]
     for name in ("x_rows", "row_weight", "d_s", "expert_rows", "grads_ready", "scheduled"):
         setattr(own, name, address[name])
-    if p.formats.x.scaled:
+    if p.formats.dy.scaled:
         own.dy_rows = address["dy_rows"]
+    if p.formats.packed:
+        args.expanded.panels, args.expanded.ready = address["matrices"], address["matrices_ready"]
+        args.expanded.rooms = plan.backward["matrices"].shape[0]
     if plan.transposes:
         for name in ("row_tokens", *layout.TRANSPOSED_SCALES):
             setattr(own, name, address[name])
@@ -116,10 +123,14 @@ def fill_backward_weights(
 ) -> None:
     """Fill the weights of a backward launch. A rank without experts gets maps that are never used.
 
-    weights: bf16 w13 and w2, of any strides that TMA takes, or in FP8 transposed ones; with a contiguous b13.
+    weights: bf16 w13 and w2, of any strides that TMA takes, packed ones, or in FP8 transposed ones; with a contiguous
+        b13.
     """
     if isinstance(weights, TransposedWeights):
         forward, rows = weights.forward, transposed_rows(plan.problem, weights, args.y_rows)
+    elif plan.problem.formats.packed:
+        forward, rows = weights, matrices_rows(plan.problem, weights, args.expanded.panels)
+        fill_packed(args.expanded, reversed(weight_rows(plan.problem, weights, args.y_rows)))
     else:
         forward, rows = weights, master_rows(plan.problem, weights, args.y_rows)
     write(args, rows, encoder)

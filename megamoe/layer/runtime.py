@@ -59,12 +59,12 @@ class Runtime:
         trains: the backend's backward pass follows, which takes transposed().
         """
         if self.quantizes and given.w13_scale is None:
-            return self.cache.weights(self.problem, given, trains)
+            return self.cache.weights(self.problem, given, trains and self.problem.formats.transposes)
         return given
 
     def transposed(self, given: ExpertWeights) -> TransposedWeights | None:
         """Return what the backward pass multiplies where it is not the weights themselves."""
-        if self.quantizes:
+        if self.problem.formats.transposes:
             return self.cache.transposed(self.problem, given)
         return None
 

@@ -120,7 +120,10 @@ MEGAMOE_DEVICE void finish_wide(const Context& ctx, const Tile& tile, Output& ou
     of_gemm<T>(tile.gemm, [&](auto gemm) {
         using E = typename decltype(gemm)::Epilogue;
         using Out = typename E::Out;
-        static_assert(!E::saves, "tiles in the wide form are for inference");
+        if constexpr (E::saves) {
+            MEGAMOE_UNROLL
+            for (int half = 0; half < 2; ++half) write_columns(Bf16Rows{}, output, sum[half], nullptr, f);
+        }
         E::transform(ctx.args, sum);
         MEGAMOE_UNROLL
         for (int half = 0; half < E::halves; ++half) {

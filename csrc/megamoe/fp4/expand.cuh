@@ -65,7 +65,7 @@ class Patch {
         constexpr int per_slot = T::Tiling::columns / patch_rows, per_half = per_slot / 2;
         int g = static_cast<int>(id), slots = PanelShape<T>(args, id).slots;
         const auto& gemm = gemm_of<T>(args, id);
-        const Expanded& e = own<T>(args);
+        const Expanded& e = launch_args<T>(args).expanded;
         int row = i % per_half * patch_rows, half = i % per_slot / per_half, slot = i / per_slot % slots;
         int panel = i / per_slot / slots;
         Halves<typename T::Tiling> halves = halves_of<T>(id, panel);
@@ -116,17 +116,32 @@ class Patch {
     int row_bytes_, rows_, words_;
 };
 
-// What a transport warp makes, patch by patch. It never waits; it returns whether there was something to do.
+// Panels of tiles in the tall form.
 template <class T>
-class Expander {
+struct TallPanels : PanelShape<T> {
     static_assert(expands_slots<T>, "what is expanded in memory is what others expand in slots");
+    using PanelShape<T>::PanelShape;
+    using Patch = megamoe::Patch<T>;
+    static constexpr int least_rows = warpgroup_rows + 1;  // of an expert that has such tiles
+    static MEGAMOE_DEVICE bool any() { return has_panels<T>(); }
+    static MEGAMOE_DEVICE uint32_t* ready(const Args& args, GemmId id, int expert, int n) {
+        return panel_ready<T>(args, id, expert, n);
+    }
+};
 
+// What a transport warp makes, patch by patch. It never waits; it returns whether there was something to do.
+// Panels: what is made, and where it lies: panels of a GEMM's matrix and patches() of each; ready(), their
+// counter; Patch, which expand()s.
+template <class T, class Panels>
+class Expander {
   public:
     static MEGAMOE_DEVICE void begin_pass(const Context& ctx) {
         ExpanderState& s = state();
         if (arch::lane_idx() == 0) {
             s = {};
-            if (!has_panels<T>()) s.at[1].expert = ctx.args.num_local_experts;
+            int experts = ctx.args.num_local_experts;
+            if (!Panels::any()) s.at[0].expert = experts;
+            if (!Panels::any() || recomputes<T>(ctx) || only_weights<T>(ctx.args)) s.at[1].expert = experts;
         }
         arch::warp_sync();
     }
@@ -134,13 +149,14 @@ class Expander {
     static MEGAMOE_DEVICE bool finished(const Context& ctx) {
         if (arch::warp_idx() >= first_math_warp) return true;
         const ExpanderState& s = state();
-        return s.at[1].expert >= ctx.args.num_local_experts && s.patch >= s.patches;
+        int experts = ctx.args.num_local_experts;
+        return min_of(s.at[0].expert, s.at[1].expert) >= experts && s.patch >= s.patches;
     }
     // Makes a patch, if its panel's room is free. Must not be called when finished.
     static MEGAMOE_DEVICE bool next(Context& ctx) {
         ExpanderState& s = state();
         if (s.patch >= s.patches && !take(ctx, s)) return false;
-        Patch<T>(ctx.args, s.gemm, s.expert, s.patch).expand();
+        typename Panels::Patch(ctx.args, s.gemm, s.expert, s.patch).expand();
         arch::warp_sync();
         int next = s.patch + num_transports(ctx);
         if (next >= s.patches) publish(ctx, s, next);
@@ -156,21 +172,19 @@ class Expander {
         const PassPlan& plan = ctx.smem.plan;
         return expert < 0 ? 0 : routes_between(ctx.args, expert, plan.chunk_begin, plan.chunk_end);
     }
-    // Has an expert of so many rows tiles of the tall form?
-    static MEGAMOE_DEVICE bool is_tall(int rows) { return rows > warpgroup_rows; }
-
     // The next expert and GEMM that have panels, in the order of the first tile of each: UnitStream's, in
     // schedule/order.h. False if there is none, or while tiles that use its room are not done.
     static MEGAMOE_DEVICE bool take(Context& ctx, ExpanderState& s) {
         const Args& args = ctx.args;
         int experts = args.num_local_experts, span = step_blocks<T>(ctx);
         MEGAMOE_UNROLL_BY(1)
-        while (s.at[1].expert < experts) {
-            bool is_first = s.at[0].expert < experts && s.at[0].block / span <= s.at[1].block / span + 1;
-            GemmId id = is_first ? GemmId::gemm1 : GemmId::gemm2;
+        while (min_of(s.at[0].expert, s.at[1].expert) < experts) {
+            bool is_first = s.at[0].expert < experts && (s.at[1].expert >= experts ||
+                                                         s.at[0].block / span <= s.at[1].block / span + 1);
+            GemmId id = gemm_now<T>(ctx, is_first ? GemmId::gemm1 : GemmId::gemm2);
             ExpandedTo& at = s.at[is_first ? 0 : 1];
             int expert = at.expert, rows = rows_of(ctx, expert);
-            int rows_before = rows_of(ctx, expert - own<T>(args).rooms);
+            int rows_before = rows_of(ctx, expert - launch_args<T>(args).expanded.rooms);
             int blocks_before = ceil_div(rows_before, T::Tiling::rows);
             // This is done for experts without panels, too, since their room may hold those of an earlier
             // one.
@@ -181,8 +195,8 @@ class Expander {
                 at.block += ceil_div(rows, T::Tiling::rows);
                 at.block_before += blocks_before;
             }
-            if (is_tall(rows)) {
-                PanelShape<T> shape(args, id);
+            if (rows >= Panels::least_rows) {
+                Panels shape(args, id);
                 // Which warps make one patch more than others changes from expert to expert.
                 int warps = num_transports(ctx), first = transport_index(ctx) + expert * (warps / 3);
                 if (arch::lane_idx() == 0) {
@@ -198,7 +212,8 @@ class Expander {
         return false;
     }
     static MEGAMOE_DEVICE bool is_free(Context& ctx, GemmId id, int block, int blocks) {
-        uint32_t* done = gemm_of<T>(ctx.args, id).done + block;
+        GemmId counted = id == GemmId::recompute ? GemmId::gemm1 : id;
+        uint32_t* done = gemm_of<T>(ctx.args, counted).done + block;
         int tiles = Shape<T>::tiles(ctx.args, id);
         bool free = true;
         MEGAMOE_UNROLL_BY(1)
@@ -209,10 +224,10 @@ class Expander {
     // Publishes all of an expert's patches at once, since a release waits for the stores before it. `end`:
     // behind the last one.
     static MEGAMOE_DEVICE void publish(Context& ctx, const ExpanderState& s, int end) {
-        int warps = num_transports(ctx), of_panel = PanelShape<T>(ctx.args, s.gemm).patches();
+        int warps = num_transports(ctx), of_panel = Panels(ctx.args, s.gemm).patches();
         MEGAMOE_UNROLL_BY(1)
         for (int i = end - warps * (1 + arch::lane_idx()); i >= 0; i -= 32 * warps)
-            PanelReady::publish(ctx.mem, panel_ready<T>(ctx.args, s.gemm, s.expert, i / of_panel));
+            PanelReady::publish(ctx.mem, Panels::ready(ctx.args, s.gemm, s.expert, i / of_panel));
     }
 };
 

@@ -44,7 +44,7 @@ struct PackedForms {
 
     template <class T>
     struct Of {
-        static constexpr bool is_packed = true, has_tall = megamoe::has_tall<T>;
+        static constexpr bool is_packed = true, has_tall = megamoe::has_tall<T>, in_rooms = false;
 
         static MEGAMOE_DEVICE int slot_steps(const Tile& tile) { return megamoe::slot_steps<T>(tile); }
         static MEGAMOE_DEVICE void init_barrier(int slot) {
@@ -81,27 +81,27 @@ struct PackedForms {
         }
 
         static MEGAMOE_DEVICE void begin_pass(const Context& ctx) {
-            if constexpr (panels) Expander<T>::begin_pass(ctx);
+            if constexpr (panels) Expander<T, TallPanels<T>>::begin_pass(ctx);
         }
         static MEGAMOE_DEVICE bool finished(const Context& ctx) {
-            if constexpr (panels) return Expander<T>::finished(ctx);
+            if constexpr (panels) return Expander<T, TallPanels<T>>::finished(ctx);
             return true;
         }
         static MEGAMOE_DEVICE bool next(Context& ctx) {
-            if constexpr (panels) return Expander<T>::next(ctx);
+            if constexpr (panels) return Expander<T, TallPanels<T>>::next(ctx);
             return false;
         }
         static MEGAMOE_DEVICE void clear_counters(const Args& args, int expert) {
             if constexpr (panels) {
                 int num = panels_of_expert<T>(args);
                 MEGAMOE_UNROLL_BY(1)
-                for (int i = arch::lane_idx(); i < num; i += 32) own<T>(args).ready[expert * num + i] = 0;
+                for (int i = arch::lane_idx(); i < num; i += 32) launch_args<T>(args).expanded.ready[expert * num + i] = 0;
             }
         }
         static MEGAMOE_DEVICE void decide(const Context& ctx, const PassPlan& plan) {
             if constexpr (panels) {
                 int& has = tile_smem<T>().forms.has_panels;
-                has = *arch::in_member(&has, 1) = plan.num_rows > own<T>(ctx.args).above;
+                has = *arch::in_member(&has, 1) = plan.num_rows > launch_args<T>(ctx.args).expanded.above;
             }
         }
     };

@@ -21,7 +21,7 @@ template <class T>
 MEGAMOE_DEVICE int panel_slot(const Args& args, GemmId id, int expert, int n) {
     PanelShape<T> first(args, GemmId::gemm1), second(args, GemmId::gemm2);
     int slots1 = first.panels * first.slots, slots2 = second.panels * second.slots;
-    int room = expert % own<T>(args).rooms * (slots1 + slots2);
+    int room = expert % launch_args<T>(args).expanded.rooms * (slots1 + slots2);
     return room + (id == GemmId::gemm1 ? n * first.slots : slots1 + n * second.slots);
 }
 template <class T>
@@ -31,7 +31,7 @@ MEGAMOE_DEVICE int panels_of_expert(const Args& args) {
 template <class T>
 MEGAMOE_DEVICE uint32_t* panel_ready(const Args& args, GemmId id, int expert, int n) {
     int first = id == GemmId::gemm1 ? 0 : Shape<T>::tiles(args, GemmId::gemm1);
-    return own<T>(args).ready + expert * panels_of_expert<T>(args) + first + n;
+    return launch_args<T>(args).expanded.ready + expert * panels_of_expert<T>(args) + first + n;
 }
 
 // B of a tall tile, for load_b.
@@ -41,7 +41,7 @@ struct PanelRows {
     const TensorMap* map;
     int row;
     MEGAMOE_DEVICE PanelRows(Context& ctx, const Tile& tile)
-        : map(&own<T>(ctx.args).map),
+        : map(&launch_args<T>(ctx.args).expanded.map),
           row(panel_slot<T>(ctx.args, tile.gemm, tile.expert(), tile.n) * S::columns) {
         PanelReady::await(ctx.mem, panel_ready<T>(ctx.args, tile.gemm, tile.expert(), tile.n),
                           PanelShape<T>(ctx.args, tile.gemm).patches(), tile.expert());

@@ -172,7 +172,7 @@ struct RowsOperand {
     // row of A alone, and nobody reads those that come of such data. Where a launch trains, though, weight
     // gradients read the rows of gu and h behind the last, which have to come of zero rows.
     static MEGAMOE_DEVICE int small_boxes(const Tile& tile) {
-        if (T::Pool::padded) return 0;
+        if (T::Pool::padded && T::Gemm1::B::slot_scale_bytes == 0) return 0;
         int boxes = ceil_div(tile.rows(), small_box_rows);
         return boxes * small_box_rows < T::Tiling::rows ? boxes : 0;
     }

@@ -2,6 +2,7 @@
 #pragma once
 #include "megamoe/cta/blocks.cuh"
 #include "megamoe/gemm/forms.cuh"
+#include "megamoe/gemm/operands.cuh"
 
 namespace megamoe {
 
@@ -133,7 +134,11 @@ MEGAMOE_DEVICE bool tile_of(const Context& ctx, Unit scheduled, int member, Tile
     if constexpr (T::WeightTiles::transposed) {  // gemm1 makes the zero rows of its transposed outputs, too
         if (id == GemmId::gemm1) out->entry = {(out->entry.packed & ~0xff) | T::Tiling::rows};
     }
-    if constexpr (Forms<T>::is_packed) out->slots = ceil_div(out->slots, Forms<T>::slot_steps(*out));
+    if constexpr (Forms<T>::is_packed) {
+        // What a launch that trains saves has rows behind an expert's last: the wide form makes those of the tile alone.
+        if (T::Pool::padded) out->entry = {(out->entry.packed & ~0xff) | rows_filled<T>(out->rows())};
+        out->slots = ceil_div(out->slots, Forms<T>::slot_steps(*out));
+    }
     return true;
 }
 

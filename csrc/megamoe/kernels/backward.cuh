@@ -1,5 +1,6 @@
 // All gradients of the layer: dgu = s (dy w2) act', dx rows = dgu w13, then dw13 = dgu^T x and dw2 = dy^T hs.
-// bf16 weights are read as they lie, e4m3 ones as transposed copies, for e4m3 is multiplied K-major only.
+// bf16 weights are read as they lie, e4m3 ones as transposed copies, for e4m3 is multiplied K-major only. Packed
+// ones are expanded to bf16 in memory, and all is as in BF16, whatever forward's rows were.
 // Weight gradients multiply bf16 rows in either precision, or transposed e4m3. docs/backward.md has the
 // picture.
 #pragma once
@@ -8,18 +9,31 @@
 #include "megamoe/epilogue/pre_activation.cuh"
 #include "megamoe/epilogue/transposed_gradient.cuh"
 #include "megamoe/epilogue/weight_gradient.cuh"
+#include "megamoe/fp4/matrices.cuh"
 #include "megamoe/kernels/two_gemm.cuh"
 
 namespace megamoe {
 
-// How backward's gemm1 and gemm2 read weights of a format.
-template <class Weights>
-struct Transposed {
-    using Type = Weights;
+// What backward multiplies, of a layer with these formats: rows, forward's weights, for recompute, and how gemm1 and
+// gemm2 read weights; and the shape of its tiles.
+template <class P, class S, bool packed = P::W::slot_scale_bytes != 0>
+struct Multiplied {
+    using Rows = typename P::X;
+    using Weights = typename P::W;
+    using Transposed = Weights;
+    using Tiling = S;
 };
-template <>
-struct Transposed<Bf16Weights> {
-    using Type = Bf16Columns;
+template <class X, class H, class S>
+struct Multiplied<Precision<X, Bf16Weights, H>, S, false> {
+    using Rows = X;
+    using Weights = Bf16Weights;
+    using Transposed = Bf16Columns;
+    using Tiling = S;
+};
+template <class P, class S>
+struct Multiplied<P, S, true> : Multiplied<Precision<Bf16Rows, Bf16Weights, Bf16Rows>, S> {
+    using Tiling =
+        TileShape<S::rows, S::half_columns, S::num_slots, S::num_output_slots, InRooms<typename P::W>>;
 };
 
 // What weight gradients multiply: the kind of launch, gemm1's epilogue, which writes half of it, and formats.
@@ -40,13 +54,15 @@ struct E4m3Operands {
 
 template <class P, class Activation, class S, class Operands = Bf16Operands>
 struct BackwardLayer : Operands::Kind {
-    using Rows = typename P::X;
-    using Weights = typename Transposed<typename P::W>::Type;
-    using Tiling = S;
+    using Formats = Multiplied<P, S>;
+    using Rows = typename Formats::Rows;
+    using Weights = typename Formats::Transposed;
+    using SavedX = typename P::X;  // of tokens in the state
+    using Tiling = typename Formats::Tiling;
     using Gemm1 = GemmOf<Rows, Weights, typename Operands::template Epilogue<S, Activation, Rows>>;
     using Gemm2 = GemmOf<Rows, Weights, PlainEpilogue<S, Bf16Rows>, Activation::gated ? 2 : 1>;
     using WeightGemm = GemmOf<typename Operands::A, typename Operands::B, WeightGradientEpilogue<S>>;
-    using RecomputeGemm = GemmOf<Rows, typename P::W, RecomputeEpilogue<S, Activation>>;
+    using RecomputeGemm = GemmOf<Rows, typename Formats::Weights, RecomputeEpilogue<S, Activation>>;
 };
 
 }  // namespace megamoe

@@ -32,7 +32,8 @@ struct ArgsOfWeights<true, Kind> {
 template <class P, class Activation, class S, bool panels = false, class Kind = ForwardKind>
 struct ForwardLayer : Kind {
     // Packed weights beside e4m3 rows may be expanded in memory, by one kernel of two for the same launch.
-    using LaunchArgs = typename ArgsOfWeights<P::X::scaled && P::W::slot_scale_bytes != 0, Kind>::Type;
+    static constexpr bool expands = P::X::scaled && P::W::slot_scale_bytes != 0 && same<Kind, ForwardKind>;
+    using LaunchArgs = typename ArgsOfWeights<expands, Kind>::Type;
     using Tiling = decltype(forward_tiling<P, S, panels, Kind>());
     using Gemm1 = GemmOf<typename P::X, typename P::W, ActivationEpilogue<S, Activation, typename P::H>>;
     using Gemm2 = GemmOf<typename P::H, typename P::W, PlainEpilogue<S, Bf16Rows>>;

@@ -168,10 +168,10 @@ struct StashedWeights {
     int32_t accumulate;
 };
 
-// What a launch with packed weights has, that expands them once for many tiles (fp4/panels.cuh). By GEMM: w13 and w2
-// as they are packed, [L, p, n, k / 2].
+// What a launch with packed weights has, that expands them once for many tiles (fp4/panels.cuh, fp4/matrices.cuh). By
+// GEMM: w13 and w2, in backward w2 and w13, as they are packed, [L, p, n, k / 2].
 struct Expanded {
-    TensorMap map;           // panels [R, K of a slot]; box 128 rows x 128 bytes
+    TensorMap map;           // panels [R, K of a slot]; box 128 rows x 128 bytes. In backward not used
     uint8_t* panels;         // [R, 128 bytes] of all rooms
     const uint8_t* packed[2];
     int64_t row_bytes[2];
@@ -269,7 +269,7 @@ struct ForwardArgs {
 struct PackedArgs {
     Args args;
     Gemm<1> gemm[2];
-    Expanded own;
+    Expanded expanded;
 };
 struct TrainArgs {
     Args args;
@@ -284,6 +284,7 @@ struct BackwardArgs {
     TensorMap hs;     // [M, I] bf16 or [M/128, I, 128] e4m3, written with dgu
     State state;
     Backward own;
+    Expanded expanded;  // packed weights alone
 };
 struct GroupedArgs {
     Args args;

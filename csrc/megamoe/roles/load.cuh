@@ -137,6 +137,9 @@ MEGAMOE_DEVICE void load_b(Context& ctx, PipelineRing<T>& ring, TileRing& schedu
         }
         gradients.await(ctx, tile);
         B weights(ctx, tile);
+        if constexpr (Forms<T>::in_rooms) {
+            if (!is_weight_gradient(tile.gemm)) weights.expert = Forms<T>::place_of(ctx, tile);
+        }
         bool scaled = Shape<T>::b_scaled(tile.gemm);  // a weight gradient's bf16 B is not
         Scales scales = weights.template scales<Scales>(ctx.args, tile);
         if constexpr (Forms<T>::is_packed) {

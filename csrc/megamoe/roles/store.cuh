@@ -127,8 +127,8 @@ MEGAMOE_DEVICE void store(Context& ctx, OutputRing<T>& output, TileRing& schedul
                 output.advance();
             });
         if constexpr (!T::Blocks::in_pool) continue;  // nobody waits
-        if (tile.gemm == GemmId::gemm1)
-            HReady::publish(ctx.mem, gemm_of<T>(args, GemmId::gemm1).done + tile.block);
+        if (tile.gemm == GemmId::gemm1 || (Forms<T>::in_rooms && tile.gemm == GemmId::recompute))
+            HReady::publish(ctx.mem, gemm_of<T>(args, GemmId::gemm1).done + tile.block);  // a room too
         if (tile.gemm == GemmId::gemm2)
             YRowsReady::publish(ctx.mem, gemm_of<T>(args, GemmId::gemm2).done + tile.block);
     }

@@ -38,13 +38,37 @@ MEGAMOE_DEVICE void fan_out_dequantized(ScaledRow from, uint4_t* pool, int vecto
     }
 }
 
+// The same for rows whose words have another order; slower, for passes that recompute alone.
+template <class Words>
+MEGAMOE_DEVICE void fan_out_in_order(ScaledRow from, uint4_t* pool, int vectors, LaneRows targets) {
+    auto* row = reinterpret_cast<const uint8_t*>(from.values);
+    MEGAMOE_UNROLL_BY(1)
+    for (int v = arch::lane_idx(); v - arch::lane_idx() < vectors; v += 32) {
+        int column = 8 * min_of(v, vectors - 1);
+        float scale = from.scales[int64_t{column / scale_group} * from.stride], value[2][4];
+        MEGAMOE_UNROLL
+        for (int w = 0; w < 2; ++w) {
+            const uint8_t* word = row + Words::place(column + 4 * w);
+            arch::unpack_e4m3x4(*reinterpret_cast<const uint32_t*>(word), value[w]);
+        }
+        uint32_t pairs[4];
+        MEGAMOE_UNROLL
+        for (int i = 0; i < 4; ++i)
+            pairs[i] = arch::pack_bf16x2(value[i / 2][i % 2 * 2] * scale, value[i / 2][i % 2 * 2 + 1] * scale);
+        for (uint32_t left = targets.lanes; left != 0; left &= left - 1) {
+            int64_t to = arch::shfl(targets.mine, arch::ffs0(left));
+            arch::store_vec_below(pool + to * vectors, v, vectors, {pairs[0], pairs[1], pairs[2], pairs[3]});
+        }
+    }
+}
+
 // x of a token, as the state of a layer whose x has scales holds it.
 template <class T>
 MEGAMOE_DEVICE ScaledRow saved_row(const Args& args, int ordered) {
     int home = home_of(ordered, args.num_ranks), token = token_of(ordered, args.num_ranks);
     int64_t saved = saved_token(args, true, home, token);
     return {static_cast<const uint4_t*>(launch_args<T>(args).state.tokens) +
-                saved * vectors_of_row<E4m3Rows>(args),
+                saved * vectors_of_row<typename T::SavedX>(args),
             launch_args<T>(args).state.tokens_scale + saved * ceil_div(args.hidden, scale_group), 1};
 }
 
@@ -53,7 +77,11 @@ template <class T>
 MEGAMOE_DEVICE void restore_x(const Context& ctx, int ordered, int lane_row, uint32_t targets) {
     const Args& args = ctx.args;
     auto* pool = static_cast<uint4_t*>(own<T>(args).x_rows);
-    if constexpr (T::Gemm1::A::scaled) {
+    if constexpr (!same<typename T::SavedX, typename T::Gemm1::A>) {
+        using Words = typename T::SavedX::Words;
+        fan_out_in_order<Words>(saved_row<T>(args, ordered), pool, vectors_of_row<Bf16Rows>(args),
+                                {lane_row, targets});
+    } else if constexpr (T::Gemm1::A::scaled) {
         fan_out_dequantized(saved_row<T>(args, ordered), pool, vectors_of_row<E4m3Rows>(args), lane_row,
                             targets);
     } else {
@@ -145,7 +173,11 @@ struct RestoredPool {
     static MEGAMOE_DEVICE void fill(Context& ctx) {
         const Args& args = ctx.args;
         if (ctx.smem.plan.phase == Phase::recompute) {
+            Forms<T>::begin_pass(ctx);
             restore_for_recompute<T>(ctx);
+            while (!Forms<T>::finished(ctx) && arch::ballot(ctx.mem.aborted()) == 0) {
+                if (!Forms<T>::next(ctx)) arch::sleep_ns(256);
+            }
             return;
         }
         if (!dispatch<T>(ctx)) return;

@@ -91,7 +91,7 @@ class EmulateBackend(Gathered):
     def backward(self, call: Call, dy: Tensor, state: Tensor, wanted: GradRequest) -> Gradients:
         """Return the gradients. Collective."""
         weights, device = call.weights, dy.device
-        weights.validate(self.problem, device, masters=True)
+        weights.validate(self.problem, device, masters=not self.problem.formats.packed)
         self._check(call, state, wanted)
 
         def run(everyone: list[Any]) -> list[Any]:
@@ -138,7 +138,7 @@ class EmulateBackend(Gathered):
     def _check(self, call: Call, state: Tensor, wanted: GradRequest) -> None:
         """Raise ArgumentError for what a backward launch cannot take."""
         transposed, device = wanted.transposed, call.x.device
-        if self.problem.formats.w.scaled != (transposed is not None):
+        if self.problem.formats.transposes != (transposed is not None):
             value = None if transposed is None else "given"
             raise ArgumentError(
                 "transposed", value, "TransposedWeights with precision 'fp8', else None"

@@ -87,7 +87,7 @@ class Emulation:
     def variant(self, kind: str = "forward") -> Variant:
         """Return the kernel of a direction."""
         profile = self.profiles[0].numel() > 0
-        panels = any("panels" in rank.plan.workspace for rank in self.ranks)
+        panels = kind == "forward" and any("panels" in r.plan.workspace for r in self.ranks)
         of = self.problem.precision, self.problem.activation.kind
         products = self.weight_gradients if kind == "backward" else "bf16"
         return Variant(*of, profile, kind, panels, products)
@@ -185,7 +185,7 @@ class Emulation:
             where = rank.backward.data_ptr(), encode_emulated, rows.memory.data_ptr() if rows else 0
             training.fill_backward(args, rank.plan, *where)
             given: ExpertWeights | TransposedWeights = masters[index].with_flat_bias()
-            if self.problem.formats.w.scaled:
+            if self.problem.formats.transposes:
                 transposed, problem = of_rank.transposed, rank.plan.problem
                 if transposed is None:
                     transposed = TransposedWeights.of(problem, call.weights.quantized(problem))

@@ -14,6 +14,7 @@ from megamoe.formats.weights import ExpertWeights
 
 NAMES = ("w13", "w2", "b13", "b2")
 _MATRICES = ("w13", "w2")
+SCRATCH = 64  # columns of a matrix' gradient that nobody wants
 
 
 @dataclass
@@ -67,7 +68,8 @@ class Targets:
             direct = found.into.get(name)
             if direct is None or direct.dtype != of or not _is_direct(name, direct):
                 # An `into` elsewhere may be strided; masters that TMA reads have gradients that it writes.
-                direct = make(masters[name], dtype=of)
+                like = masters[name]
+                direct = make(like[..., :SCRATCH] if name in found._scratch else like, dtype=of)
                 if name not in _MATRICES and not direct.is_contiguous():
                     direct = make(masters[name].flatten(1), dtype=of)
             found.tensors[name] = direct

@@ -409,7 +409,7 @@ class Backward(Launch):
         self, weights: ExpertWeights, w: ExpertWeights, transposed: TransposedWeights | None
     ) -> None:
         """Point at the masters, or in FP8 at what stands in for them."""
-        weights.validate(self.problem, self.device, masters=True)
+        weights.validate(self.problem, self.device, masters=not self.problem.formats.packed)
         if transposed is not None:
             transposed = replace(transposed, forward=w)
             transposed.validate(self.problem, self.device)
@@ -431,7 +431,7 @@ class Backward(Launch):
         if wanted.only_weights and (needs.x or needs.topk_weights):
             expected = "no dx and no d_topk_weights with only_weights"
             raise ArgumentError("needs", list(needs), expected)
-        if self.problem.formats.w.scaled != (wanted.transposed is not None):
+        if self.problem.formats.transposes != (wanted.transposed is not None):
             value = None if wanted.transposed is None else "given"
             expected = "TransposedWeights of these weights with precision 'fp8', else None"
             raise ArgumentError("transposed", value, expected)

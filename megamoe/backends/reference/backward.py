@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -82,13 +83,16 @@ def backward(
         for per_rank in (x, dy, topk_weights)
     )
     amax = [_amax(problem, rows) for rows in (x_NH, dy_NH)] if in_e4m3 else []
-    x_NH = _values(problem, x_NH, wide)
+    x_NH, saved, stored_weights = _values(problem, x_NH, wide), problem, weights
+    if problem.formats.packed:  # backward is that of BF16 on the dense weights
+        problem = replace(problem, precision="bf16")
+        weights = [w.dense(saved, stored) for w in weights]
     if rounding == "kernel":
         dy_NH = _values(problem, dy_NH, wide)
     d_scores = torch.zeros(score_NK.shape, dtype=wide, device=score_NK.device)
 
     with full_fp32(x_NH.device):
-        for rank, (rows, experts) in enumerate(zip(all_rows, weights, strict=True)):
+        for rank, (rows, experts, given_experts) in enumerate(zip(all_rows, weights, stored_weights, strict=True)):
             note("rows", rows)
             dy_values = dy_NH[rows.token].to(wide)
             x_values, block = x_NH[rows.token], rows.pool_row // BLOCK
@@ -102,7 +106,7 @@ def backward(
             note("x_rows", x_rows if in_e4m3 else x_rows.to(stored))
             s = note("row_weight", score_NK[rows.token, rows.k]).to(wide)[:, None]
             given = None if gate_up is None else gate_up[rank]
-            gu = _gate_up(problem, rows, x_values, experts, given)
+            gu = _gate_up(saved, rows, x_values, given_experts, given)
             gu = note("gate_up", gu.to(stored)).to(wide)
 
             dh = note("dh", _times_w2(problem, rows, dy_values, experts))

@@ -186,7 +186,7 @@ def test_calls_of_many_tokens_take_the_kernel_with_panels(monkeypatch):
             x, ids = torch.zeros(t, 288, dtype=torch.bfloat16), torch.zeros(t, 3, dtype=torch.int64)
             y = forward(backend, x, ids, torch.zeros(t, 3), made)
             assert argument().num_tokens == t == len(y)
-            expanded = argument("packed").own
+            expanded = argument("packed").expanded
             found.append(backend._forward.launcher.kernel is kernels[1])
             assert ((expanded.rooms, expanded.above) == (7, 7 * 640)) == (
                 (precision, max_tokens) == ("fp8xmxfp4", 1600)

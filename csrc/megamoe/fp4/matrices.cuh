@@ -1,0 +1,130 @@
+// Packed weights of a backward launch, which reads them transposed: transport warps expand the matrices of a few
+// experts to bf16 in memory, as dense weights would lie, and tiles load them as those of BF16 (docs/fp4.md).
+// A room holds w2 [H, I] and w13 [P, I, H] of one expert; expert e has room e % rooms.
+#pragma once
+#include "megamoe/fp4/expand.cuh"
+
+namespace megamoe {
+
+// The matrix of a GEMM, one panel: a patch is 64 rows of 128 columns.
+template <class T, class Weights>
+struct Matrices {
+    static constexpr int least_rows = 1, panels = 1;
+    int planes, rows, columns;
+    MEGAMOE_DEVICE Matrices(const Args& args, GemmId id)
+        : planes(is_w2(id) ? 1 : w13_planes<T>()),
+          rows(is_w2(id) ? args.hidden : args.intermediate),
+          columns(is_w2(id) ? args.intermediate : args.hidden) {}
+    MEGAMOE_DEVICE int row_blocks() const { return ceil_div(rows, patch_rows); }
+    MEGAMOE_DEVICE int groups() const { return ceil_div(columns, scale_group); }
+    MEGAMOE_DEVICE int patches() const { return planes * row_blocks() * groups(); }
+
+    static MEGAMOE_DEVICE bool is_w2(GemmId id) { return id == GemmId::gemm1; }
+    static MEGAMOE_DEVICE bool any() { return true; }
+    static MEGAMOE_DEVICE uint32_t* ready(const Args& args, GemmId id, int expert, int) {
+        return launch_args<T>(args).expanded.ready + 2 * expert + (is_w2(id) ? 0 : 1);
+    }
+    static MEGAMOE_DEVICE int room(const Args& args, int expert) {
+        return expert % launch_args<T>(args).expanded.rooms;
+    }
+
+    class Patch {
+      public:
+        MEGAMOE_DEVICE Patch(const Args& args, GemmId id, int expert, int i) {
+            Matrices m(args, id);
+            int g = is_w2(id) ? 0 : 1, group = i % m.groups(), first = i / m.groups() % m.row_blocks();
+            int plane = i / m.groups() / m.row_blocks(), row = first * patch_rows + lane_row();
+            int column = group * scale_group + 8 * lane_word();
+            const Expanded& e = launch_args<T>(args).expanded;
+            row_bytes_ = static_cast<int>(e.row_bytes[g]);
+            from_ = e.packed[g] + expert * e.expert_bytes[g] + plane * e.plane_bytes[g] +
+                    int64_t{row} * row_bytes_ + column / Weights::packed;
+            int64_t blocks = int64_t{expert * m.planes + plane} * ceil_div(m.rows, scale_group);
+            int64_t block = (blocks + row / scale_group) * m.groups() + group;
+            block_ = reinterpret_cast<const uint8_t*>(gemm_of<T>(args, g == 0 ? id : GemmId::gemm2).b_scale) +
+                     block * Weights::block_bytes;
+            // [2, 128 rows, scales of 64 numbers]
+            constexpr int row_scales = 64 / Weights::group;
+            scale_ = block_ + sizeof(ScaleHeader) + lane_word() / 8 * scale_group * row_scales +
+                     row % scale_group * row_scales + lane_word() % 8 * 8 / Weights::group;
+            int64_t plane_numbers = int64_t{m.rows} * m.columns;  // as many as w2 has
+            int64_t planes_before = int64_t{room(args, expert)} * (1 + w13_planes<T>()) + g + plane;
+            to_ = reinterpret_cast<uint16_t*>(e.panels) + planes_before * plane_numbers +
+                  int64_t{row} * m.columns + column;
+            columns_ = m.columns;
+            rows_ = column < m.columns ? m.rows - row : 0;
+        }
+        MEGAMOE_DEVICE void expand() const {
+            constexpr int ahead = 4, step = 2;  // rows of a lane on their way at once; rows of a warp
+            float of_sums = reinterpret_cast<const ScaleHeader*>(block_)->of_sums;
+            MEGAMOE_UNROLL_BY(1)
+            for (int i = 0; i < patch_rows; i += step * ahead) {
+                uint32_t codes[ahead];
+                int scales[ahead];
+                MEGAMOE_UNROLL
+                for (int j = 0; j < ahead; ++j) {
+                    int row = i + step * j;
+                    bool there = row < rows_;
+                    codes[j] =
+                        there ? *reinterpret_cast<const uint32_t*>(from_ + int64_t{row} * row_bytes_) : 0;
+                    scales[j] = there ? scale_[row * (64 / Weights::group)] : 0;
+                }
+                MEGAMOE_UNROLL
+                for (int j = 0; j < ahead; ++j) {
+                    int row = i + step * j;
+                    uint32_t factor = Weights::template factor<false>(scales[j], 0), out[4];
+                    MEGAMOE_UNROLL
+                    for (int part = 0; part < 2; ++part)
+                        ExpandTo<Bf16Rows, Weights>::expand(out + 2 * part, Codes(codes[j]), factor, part);
+                    if constexpr (Weights::scales_sums) {
+                        MEGAMOE_UNROLL
+                        for (uint32_t& pair : out)
+                            pair = arch::pack_bf16x2(arch::bf16_lo(pair) * of_sums,
+                                                     arch::bf16_hi(pair) * of_sums);
+                    }
+                    if (row < rows_)
+                        arch::store_vec(reinterpret_cast<uint4_t*>(to_ + int64_t{row} * columns_),
+                                        {out[0], out[1], out[2], out[3]});
+                }
+            }
+        }
+
+      private:
+        static MEGAMOE_DEVICE int lane_row() { return arch::lane_idx() / 16; }
+        static MEGAMOE_DEVICE int lane_word() { return arch::lane_idx() % 16; }
+        const uint8_t *from_, *block_, *scale_;
+        uint16_t* to_;
+        int row_bytes_, rows_, columns_;
+    };
+};
+
+// The forms of such a launch: its tiles have one, whose weights lie in rooms.
+template <class Weights>
+struct InRooms : OneForm {
+    template <int num_slots>
+    struct Smem {
+        ExpanderState expander[num_transport_warps];
+    };
+    static constexpr bool panels = false;
+
+    template <class T>
+    struct Of : OneForm::Of<T> {
+        using Panels = Matrices<T, Weights>;
+        static constexpr bool in_rooms = true;
+        static MEGAMOE_DEVICE int place_of(Context& ctx, const Tile& tile) {
+            PanelReady::await(ctx.mem, Panels::ready(ctx.args, tile.gemm, tile.expert(), 0),
+                              Panels(ctx.args, tile.gemm).patches(), tile.expert());
+            return Panels::room(ctx.args, tile.expert());
+        }
+        static MEGAMOE_DEVICE void begin_pass(const Context& ctx) { Expander<T, Panels>::begin_pass(ctx); }
+        static MEGAMOE_DEVICE bool finished(const Context& ctx) {
+            return Expander<T, Panels>::finished(ctx);
+        }
+        static MEGAMOE_DEVICE bool next(Context& ctx) { return Expander<T, Panels>::next(ctx); }
+        static MEGAMOE_DEVICE void clear_counters(const Args& args, int expert) {
+            if (arch::lane_idx() < 2) launch_args<T>(args).expanded.ready[2 * expert + arch::lane_idx()] = 0;
+        }
+    };
+};
+
+}  // namespace megamoe
