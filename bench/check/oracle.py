@@ -60,15 +60,28 @@ class Drawn:
         pairs = enumerate(self.masters)
         return [self.weights if r == mine else m.quantized(self.problem) for r, m in pairs]
 
+    @cached_property
+    def exact(self) -> list[ExpertWeights]:
+        """All ranks', before roundings that gradients pass by: masters, or the numbers of packed ones in fp32."""
+        if not self.problem.formats.packed:
+            return self.masters
+        return [w.dense(self.problem, torch.float32) for w in self.everyones]
+
+    @property
+    def given(self) -> ExpertWeights:
+        """This rank's, as backward takes them."""
+        return self.weights if self.problem.formats.packed else self.masters[self.me.rank]
+
     def forget_others(self) -> None:
         """Give back other ranks' quantized weights, which the oracle alone reads: two ranks' dsv3 fill a GPU."""
-        self.__dict__.pop("everyones", None)
+        for name in ("everyones", "exact"):
+            self.__dict__.pop(name, None)
         release_memory(self.me.device)
 
     @cached_property
     def transposed(self) -> TransposedWeights | None:
         """What backward takes besides."""
-        if not self.problem.formats.w.scaled:
+        if not self.problem.formats.transposes:
             return None
         return TransposedWeights.of(self.problem, self.weights)
 
@@ -118,6 +131,7 @@ class Oracle:
     def of_tokens(self, rounding: str, gate_up: list[Tensor] | None = None) -> dict[str, list[Any]]:
         """Return gradients, and the stages of backward, of the kept tokens."""
         d, (problem, weights, kept) = self.d, self._given(rounding)
+        weights = d.exact if rounding == "none" else weights
         call = d.dy, d.x, d.valid_ids, d.scores, weights
         return reference.backward(
             problem, *call, rounding=rounding, gate_up=gate_up, check_tokens=kept,
@@ -158,7 +172,7 @@ class Oracle:
             p, num_experts=num, ep_size=1, rank=0, max_tokens=max(1, ids.shape[0]),
             precision="bf16" if rounding == "none" else p.precision,
         )  # fmt: skip
-        weights = d.masters[self.rank] if rounding == "none" else d.weights
+        weights = d.exact[self.rank] if rounding == "none" else d.weights
         weights = replace(weights, **{n: t[experts] for n, t in weights.named().items()})
         gate_up = None
         if saved is not None:

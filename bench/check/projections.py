@@ -5,6 +5,7 @@ dW v = sum_r a_r (b_r . v) and dx_r . v = dgu_r . (W13 v), so that a wrong tile 
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -64,20 +65,21 @@ def of_expert(d: Drawn, found: Gradients, left: dict[str, Tensor], e: int) -> di
     """Return the largest error of a block (or row) of each gradient of an expert, as a part of its norm."""
     p = d.problem
     over_h, over_i = (signs(n, d.me.device) for n in (p.hidden, p.intermediate))
-    dw13, dw2 = found["dw13"][e].reshape(-1, p.hidden).float(), found["dw2"][e].float()
-    w13, dx_rows, dgu = d.weights.w13[e].reshape(-1, p.hidden).float(), left["dx_rows"], left["dgu"]
+    one = replace(d.weights, **{n: t[e : e + 1] for n, t in d.weights.named().items()})
+    one = one.dense(p, torch.bfloat16) if p.formats.packed else one
+    w13, dx_rows, dgu = one.w13.reshape(-1, p.hidden).float(), left["dx_rows"], left["dgu"]
     multiplied = dgu
-    if d.weights.w13_scale is not None:
+    if p.formats.transposes:
+        assert d.weights.w13_scale is not None
         w13 = dequantize_block(d.weights.w13[e], d.weights.w13_scale[e], p.activation.planes)
         planes = [quantize_rows(plane) for plane in dgu.chunk(p.activation.planes, dim=1)]
         multiplied = torch.cat([dequantize_rows(*plane) for plane in planes], dim=1)
-    errors = {
-        "dw13": by_block(dw13 @ over_h, dgu.T @ (left["x_rows"] @ over_h), dw13),
-        "dw2": by_block(dw2 @ over_i, left["dy_rows"].T @ (left["hs"] @ over_i), dw2),
-        "dx_rows": largest(
-            (dx_rows @ over_h - multiplied @ (w13 @ over_h)).abs(), dx_rows.norm(dim=1)
-        ),
-    }
+    apart = dx_rows @ over_h - multiplied @ (w13 @ over_h)
+    errors = {"dx_rows": largest(apart.abs(), dx_rows.norm(dim=1))}
+    if not p.formats.packed:
+        dw13, dw2 = found["dw13"][e].reshape(-1, p.hidden).float(), found["dw2"][e].float()
+        errors["dw13"] = by_block(dw13 @ over_h, dgu.T @ (left["x_rows"] @ over_h), dw13)
+        errors["dw2"] = by_block(dw2 @ over_i, left["dy_rows"].T @ (left["hs"] @ over_i), dw2)
     if p.bias:
         db2 = left["dy_rows"].T @ left["row_weight"]
         for name, want in (("db13", dgu.sum(0)), ("db2", db2)):

@@ -27,7 +27,8 @@ OF_DX = ("dx_rows", "partials", "dx")
 # Against fp32 throughout on bf16 masters and unquantized x, in means over ENOUGH elements. BF16: the pre-activations,
 # dgu, a row, a partial and dx are rounded, sqrt(5) * 1.7e-3 = 3.7e-3. FP8: forward's quantized x and weights move the
 # pre-activations, and x itself in dw13, by 2.6e-2 each; staged computes with quantized weights and h in backward, too.
-FP32_LIMIT = {"bf16": 1e-2, "fp8": 1e-1}
+# Packed weights: backward is BF16's, forward's pre-activations are moved as in FP8 if x is quantized.
+FP32_LIMIT = {"bf16": 1e-2, "fp8": 1e-1, "fp8xmxfp4": 1e-1, "bf16xmxfp4": 1e-2, "bf16xnvfp4": 1e-2}
 # Single elements of dgu and hs: the noise of dh, 1e-3 of its root mean square among millions (above), where it
 # meets a large derivative of the activation, up to five times the average.
 # FP8 keeps fewer bits of dh's sums: as many times SUM_NOISE.
@@ -62,6 +63,7 @@ class GradientChecker(StageChecker):
     ) -> None:
         super().__init__(problem, verbose)
         self.flips, self.in_e4m3 = flips, weight_gradients == "e4m3"
+        self.products = "bf16" if problem.formats.packed else self.precision  # of backward
 
     def compare_kernel(self, name: str, got: Tensor, expected: Tensor, passes: int = 1) -> None:
         """Compare with the oracle that rounds as the kernel does, from equal pre-activations.
@@ -102,7 +104,7 @@ class GradientChecker(StageChecker):
 
     def _limit(self, name: str, elements: int) -> float:
         limit = self._sums(name)
-        if self.problem.formats.h.scaled and name in OF_DX:
+        if self.problem.formats.dy.scaled and name in OF_DX:
             limit = max(limit, few_steps(self.problem, 1, elements))
         return limit if elements >= ENOUGH else max(limit, BF16_STEP)
 
@@ -115,10 +117,10 @@ class GradientChecker(StageChecker):
             larger = torch.maximum(got.double().abs(), expected.double().abs())
             step = E4M3_STEP * larger + _least_step(expected)
         if name in ("dgu", "hs"):
-            return step + PRODUCT_NOISE[self.precision] * rms(expected)
+            return step + PRODUCT_NOISE[self.products] * rms(expected)
         noise = LARGE_ROW * self._sums(name)
         if name in OF_EXPERTS:  # an expert of one row has the noise of its dgu
-            noise = max(noise, PRODUCT_NOISE[self.precision])
+            noise = max(noise, PRODUCT_NOISE[self.products])
             step = step + self._flipped(name, got, expected)
         return step + DEVIATIONS * noise * rms(expected, name in OF_EXPERTS)
 
@@ -137,7 +139,8 @@ class GradientChecker(StageChecker):
     def _sums(self, name: str) -> float:
         # gate_up: forward's own
         tipped = self.in_e4m3 and name in (*OPERANDS, *OF_EXPERTS)
-        return LIMIT[self.precision] if tipped or name in ("gate_up", *OF_DX) else KERNEL_LIMIT
+        of = self.precision if name == "gate_up" else self.products
+        return LIMIT[of] if tipped or name in ("gate_up", *OF_DX) else KERNEL_LIMIT
 
 
 def _least_step(expected: Tensor) -> float:
