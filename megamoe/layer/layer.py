@@ -334,8 +334,8 @@ class Layer:
             raise ArgumentError("gradients", "recorded", without + self._no_gradients)
         for name, w in (("w13", inputs.w13), ("w2", inputs.w2)):
             if self.problem.formats.packed and w.requires_grad:
-                expected = f"none of it: weights of precision {self.problem.precision!r} are frozen"
-                raise ArgumentError(f"gradients of weights.{name}", "recorded", expected)
+                frozen = f"packed weights of precision {self.problem.precision!r} are frozen"
+                raise ArgumentError(f"gradients of weights.{name}", "recorded", without + frozen)
         for name, t in inputs.named() if not torch.compiler.is_compiling() else ():
             if t.is_inference():  # autograd does not save it: the other ranks would wait
                 expected = "its clone() outside of inference_mode(), where gradients are recorded"

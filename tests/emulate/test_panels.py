@@ -123,9 +123,13 @@ FLAWS = {
     "only experts with panels ask for the room": (
         "fp4/expand.cuh",
         "if (!is_free(ctx",
-        "if (is_tall(rows) && is_tall(rows_before) && !is_free(ctx",
+        "if (min_of(rows, rows_before) >= Panels::least_rows && !is_free(ctx",
     ),
-    "the room of another expert": ("fp4/expand.cuh", "expert - own<T>(args).rooms", "-1"),
+    "the room of another expert": (
+        "fp4/expand.cuh",
+        "expert - launch_args<T>(args).expanded.rooms",
+        "-1",
+    ),
     "math warps expand, too": (
         "fp4/expand_slots.cuh",
         "in_slots_(!has_panels<T>())",
