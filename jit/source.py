@@ -81,12 +81,17 @@ class Variant:
         if self.weight_gradients not in self._products(self.precision, self.kernel):
             expected = " or ".join(map(repr, self._products(self.precision, self.kernel)))
             raise ConfigError("weight_gradients", repr(self.weight_gradients), expected)
-        if self.panels and not PRECISIONS[self.precision].panels:
-            raise ConfigError("panels", True, f"False for {self.precision}")
+        if self.panels and not self.expands(self.precision, self.kernel):
+            raise ConfigError("panels", True, f"False for {self.kernel} in {self.precision}")
         if self.activation not in ACTIVATIONS:
             raise ConfigError(
                 "activation", repr(self.activation), "one of " + ", ".join(ACTIVATIONS)
             )
+
+    @staticmethod
+    def expands(precision: str, kernel: str) -> bool:
+        """Return whether there is a kernel with panels, too."""
+        return kernel == "forward" and PRECISIONS[precision].panels
 
     @staticmethod
     def _products(precision: str, kernel: str) -> tuple[str, ...]:
@@ -101,8 +106,7 @@ class Variant:
     @property
     def launch(self) -> str:
         """Which of abi.LAUNCHES it takes."""
-        packed = self.kernel == "forward" and PRECISIONS[self.precision].panels
-        return "packed" if packed else self.kernel
+        return "packed" if self.expands(self.precision, self.kernel) else self.kernel
 
     def __str__(self) -> str:
         prefix = "" if self.kernel == "forward" else f"{self.kernel}-"
@@ -136,6 +140,6 @@ def variants(profile: bool = False) -> list[Variant]:
         Variant(precision, activation, profile, kernel, panels, products)
         for kernel, precision, activation in made
         if kernel == "forward" or precision in TRAINED
-        for panels in ((False, True) if PRECISIONS[precision].panels else (False,))
+        for panels in ((False, True) if Variant.expands(precision, kernel) else (False,))
         for products in Variant._products(precision, kernel)
     ]

@@ -183,6 +183,11 @@ def compare_all(
     if passes is not None:
         gate_up = None if saved is None else oracle.shared_gate_up(saved)
         want = oracle.of_tokens("kernel", gate_up)
+        formats = oracle.d.problem.formats
+        if passes > 1 and formats.dy != formats.x:
+            checker.products = (
+                "fp8"  # later passes compute pre-activations of x in bf16, not as forward in e4m3
+            )
         for name in ("dx", "d_topk_weights"):
             checker.compare_kernel(name, found[name][own], want[name][rank])
         if saved is not None:

@@ -38,7 +38,7 @@ def check(
     problem: what options are for, in its precision; its size does not matter. trains: True: the precision must train.
     Raises ConfigError for options that no layer of a library supports, and for a precision that does not train.
     """
-    if trains and not problem.formats.trains:
+    if trains and (problem.formats.packed or not problem.formats.trains):
         expected = "'bf16' or 'fp8', of bf16 parameters"
         raise ConfigError("precision", repr(problem.precision), expected)
     of_backend = {name: value for name, value in options.items() if name != "transposes"}

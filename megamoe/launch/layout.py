@@ -388,7 +388,7 @@ def memory_report(
         copies = sum(math.prod(s) * d.itemsize for name, (s, d) in stored if name[0] == "w")
     report: dict[str, Any] = {
         "copies_bytes": copies,
-        "transposes_bytes": copies if trains else 0,
+        "transposes_bytes": copies if problem.formats.transposes else 0,
         "window_bytes": total_bytes(window),
         "workspace_bytes": total_bytes(workspace),
         "state_bytes": total_bytes(state),

@@ -292,7 +292,7 @@ def master_rows(problem: Problem, weights: ExpertWeights, other: int) -> list[Ro
 
 
 def matrices_rows(problem: Problem, weights: ExpertWeights, matrices: int) -> list[Row]:
-    """Rows of a backward launch with packed weights, which it expands as master_rows() has them, a few experts at a time.
+    """Rows of a backward launch with packed weights: as master_rows(), of a few experts that it expands at a time.
 
     weights: with a contiguous b13. matrices: address of panels.matrices_shape().
     """

@@ -107,7 +107,7 @@ def _made(
 ) -> Gradients:
     """Make the gradients, see gradients()."""
     given, dy = inputs.weights, flat(dy)
-    if runtime.backend.recomputes or runtime.problem.formats.packed:
+    if runtime.as_forward:
         call = inputs.call(runtime.weights(given), known)
         return runtime.backend.backward(call, dy, state, wanted)
     with runtime.cache.turn:

@@ -278,6 +278,7 @@ class Layer:
         if known is None:  # made of what the checks returned for x, topk_ids and topk_weights
             saved = not any(t.is_inference() for t in tensors)
             trains = self._no_gradients is None and x_scale is None and saved
+            trains = trains and not self._frozen(inputs)
             known = self._signatures.add(Signature(inputs, out, trains))
         if recording:
             return self._record(known, x, topk_ids, topk_weights, weights, count)
@@ -332,14 +333,18 @@ class Layer:
             raise ArgumentError("gradients", "recorded", without + "a quantized x has no gradient")
         if self._no_gradients is not None:
             raise ArgumentError("gradients", "recorded", without + self._no_gradients)
-        for name, w in (("w13", inputs.w13), ("w2", inputs.w2)):
-            if self.problem.formats.packed and w.requires_grad:
-                frozen = f"packed weights of precision {self.problem.precision!r} are frozen"
-                raise ArgumentError(f"gradients of weights.{name}", "recorded", without + frozen)
+        for name in self._frozen(inputs):
+            frozen = f"packed weights of precision {self.problem.precision!r} are frozen"
+            raise ArgumentError(f"gradients of weights.{name}", "recorded", without + frozen)
         for name, t in inputs.named() if not torch.compiler.is_compiling() else ():
             if t.is_inference():  # autograd does not save it: the other ranks would wait
                 expected = "its clone() outside of inference_mode(), where gradients are recorded"
                 raise ArgumentError(name, "an inference tensor", expected)
+
+    def _frozen(self, inputs: Inputs) -> list[str]:
+        """Return which weights of a call require gradients that packed ones do not get."""
+        given = {"w13": inputs.w13, "w2": inputs.w2} if self.problem.formats.packed else {}
+        return [name for name, w in given.items() if w.requires_grad]
 
     def divide_weight_gradients(self, num_ranks: int) -> None:
         """Divide weight gradients by num_ranks in every later backward pass, see average_expert_gradients().

@@ -41,6 +41,8 @@ class Runtime:
     lock: Any = field(default_factory=Turns)
     state_bytes: int = field(init=False)  # that a forward keeps
     quantizes: bool = field(init=False)  # whether weights may be masters of what is stored
+    transposes: bool = field(init=False)  # whether backward multiplies transposes of what is stored
+    as_forward: bool = field(init=False)  # whether backward is given what forward was
     mean_over: int = 1  # ranks that gradients of weights are divided by
     together: Together = field(init=False)  # for errors in a call, before the ranks meet
 
@@ -48,7 +50,9 @@ class Runtime:
         number = next(_numbers)
         self.handle = torch.tensor(number, dtype=torch.int64, device="cpu")
         self.state_bytes = self.backend.state_bytes
-        self.quantizes = self.problem.formats.w.scaled
+        formats = self.problem.formats
+        self.quantizes, self.transposes = formats.w.scaled, formats.transposes
+        self.as_forward = self.backend.recomputes or formats.packed
         backend = self.backend  # not self: a cycle would keep a closed runtime in the table
         self.together = self.group.together("a first call", lambda: backend)
         _runtimes[number] = self
@@ -59,12 +63,12 @@ class Runtime:
         trains: the backend's backward pass follows, which takes transposed().
         """
         if self.quantizes and given.w13_scale is None:
-            return self.cache.weights(self.problem, given, trains and self.problem.formats.transposes)
+            return self.cache.weights(self.problem, given, trains and self.transposes)
         return given
 
     def transposed(self, given: ExpertWeights) -> TransposedWeights | None:
         """Return what the backward pass multiplies where it is not the weights themselves."""
-        if self.problem.formats.transposes:
+        if self.transposes:
             return self.cache.transposed(self.problem, given)
         return None
 

@@ -50,9 +50,9 @@ class MegaMoE(nn.Module):
         top_k: K, the experts per token.
         group: Process group over which the experts are distributed; or a DeviceMesh of one dimension, or of two:
             "hosts", and the ranks of each host. None or "alone": this rank holds all experts.
-        precision: "bf16", "fp8" (e4m3, scales per block); for inference only: "fp8_channel" (e4m3, scales per token and
-            channel), "fp8xmxfp4", "bf16xmxfp4", "bf16xnvfp4" (FP4 weights with e4m3 or bf16 rows). Masters are
-            quantized once per version. Default: "bf16".
+        precision: "bf16", "fp8" (e4m3, scales per block); with frozen weights: "fp8xmxfp4", "bf16xmxfp4", "bf16xnvfp4"
+            (FP4 weights with e4m3 or bf16 rows); for inference only: "fp8_channel" (e4m3, scales per token and
+            channel). Masters are quantized once per version. Default: "bf16".
         activation: "swiglu", "swiglu_oai", "geglu", "geglu_tanh", "relu2" or an Activation. Default: "swiglu".
         max_tokens: Largest number of tokens per rank and call, equal on all ranks. Default: 8192.
         bias: True: experts have biases. Default: False.

@@ -51,7 +51,9 @@ def check(
 ) -> list[Gradients]:  # fmt: skip
     """Compare y, which saving must not change, and all gradients, bit by bit."""
     ranks = [replace(problem, rank=r) for r in range(problem.ep_size)]
-    inputs = [make_inputs(p, t, routing=routing, seed=seed) for p, t in zip(ranks, tokens, strict=True)]
+    inputs = [
+        make_inputs(p, t, routing=routing, seed=seed) for p, t in zip(ranks, tokens, strict=True)
+    ]
     dys = [make_inputs(p, t, seed=seed + 1000).x for p, t in zip(ranks, tokens, strict=True)]
     xs, scores = [i.x for i in inputs], [i.topk_weights for i in inputs]
     ids = ids or [i.topk_ids for i in inputs]
@@ -63,12 +65,16 @@ def check(
         calls = calls_of(xs, ids, scores, w)
         plain = None if gu else emulation.forward_all(calls, seed=seed)
         ys, states = emulation.train_all(calls, seed=seed)
-        regions = [r.plan.train_state["gu"].view(s) for r, s in zip(emulation.ranks, states, strict=True)]
+        regions = [
+            r.plan.train_state["gu"].view(s) for r, s in zip(emulation.ranks, states, strict=True)
+        ]
         for mine, others in zip(regions, gu or (), strict=False):
             mine.copy_(others)
         passes = max(int(emulation.statistics(r).passes) for r in range(p.ep_size))
         assert (passes > 1) == several
-        found = emulation.backward_all(calls, dys, states, [GradRequest(needs)] * p.ep_size, seed=seed)
+        found = emulation.backward_all(
+            calls, dys, states, [GradRequest(needs)] * p.ep_size, seed=seed
+        )
         assert plain is None or all(map(same_bits, plain, ys))
         return found, regions
 
@@ -137,17 +143,26 @@ def test_nvfp4_rounds_its_numbers_once() -> None:
     problem = Problem(128, 96, 3, 2, max_tokens=40, precision="bf16xnvfp4")
     inputs = make_inputs(problem, 40)
     generator = torch.Generator().manual_seed(2)
-    masters = [torch.randn(3, n, k, generator=generator).bfloat16() / 8 for n, k in ((192, 128), (128, 96))]
+    masters = [
+        torch.randn(3, n, k, generator=generator).bfloat16() / 8 for n, k in ((192, 128), (128, 96))
+    ]
     weights = ExpertWeights(*masters).quantized(problem)
     dense = weights.dense(problem, torch.float32)
     assert not torch.equal(dense.w2, dense.w2.bfloat16().float())
     dy, needs = make_inputs(problem, 40, seed=9).x, Needs(True, True, False, False, False, False)
-    found = []
-    for p, w in ((problem, weights), (replace(problem, precision="bf16"), weights.dense(problem, torch.bfloat16))):
-        emulation, calls = Emulation(p), calls_of([inputs.x], [inputs.topk_ids], [inputs.topk_weights], [w])
+    found: list[Any] = []
+    saved = None
+    for p, w in (
+        (problem, weights),
+        (replace(problem, precision="bf16"), weights.dense(problem, torch.bfloat16)),
+    ):
+        emulation, calls = (
+            Emulation(p),
+            calls_of([inputs.x], [inputs.topk_ids], [inputs.topk_weights], [w]),
+        )
         _, states = emulation.train_all(calls)
         gate_up = emulation.ranks[0].plan.train_state["gu"].view(states[0])
-        if found:  # forward multiplies sums by the scale
+        if saved is not None:  # forward multiplies sums by the scale
             gate_up.copy_(saved)
         saved = gate_up.clone()
         found.append(emulation.backward_all(calls, [dy], states, [GradRequest(needs)])[0])
@@ -233,7 +248,9 @@ FLAWS = {
 
 @pytest.mark.flaws
 @pytest.mark.parametrize("flaw", names(FLAWS))
-def test_a_flaw_is_seen(flaw: str, rooms: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_flaw_is_seen(
+    flaw: str, rooms: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     plant(FLAWS[flaw], monkeypatch, tmp_path / "flaw")
     monkeypatch.setenv("MEGAMOE_TIMEOUT_S", "0.005")
 

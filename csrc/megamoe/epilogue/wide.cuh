@@ -52,17 +52,15 @@ MEGAMOE_DEVICE void write_columns(Bf16Rows, Output& output, const float (&v)[n],
     auto first = output.claim_common(0), second = output.claim_common(1);
     auto mine = f.warpgroup == 0 ? first : second;
     MEGAMOE_UNROLL
-    for (int g = 0; g < n / 4; ++g) {
+    for (int j = 0; j < 2; ++j) {
+        int at = swizzled(f.row(0) + j, 2 * f.column), next = swizzled(f.row(0) + j, 2 * (f.column + 8));
         MEGAMOE_UNROLL
-        for (int j = 0; j < 2; ++j) {
+        for (int g = 0; g < n / 4; ++g) {  // eight rows further on the swizzle is the same
             uint32_t pair = arch::pack_bf16x2(v[4 * g + j], v[4 * g + 2 + j]);
             uint8_t* box = 8 * g < warpgroup_rows ? mine.slot : mine.beside;
-            auto put = [&](int column, uint32_t bits) {
-                *reinterpret_cast<uint16_t*>(box + swizzled(f.row(g) % warpgroup_rows + j, 2 * column)) =
-                    static_cast<uint16_t>(bits);
-            };
-            put(f.column, pair);
-            put(f.column + 8, pair >> 16);
+            box += 8 * g % warpgroup_rows * slot_k_bytes;
+            *reinterpret_cast<uint16_t*>(box + at) = static_cast<uint16_t>(pair);
+            *reinterpret_cast<uint16_t*>(box + next) = static_cast<uint16_t>(pair >> 16);
         }
     }
     output.hand_over_common(2);
@@ -112,6 +110,16 @@ MEGAMOE_DEVICE void write_columns(E4m3RowsIn<Words>, Output& output, const float
     output.hand_over_common(1);
 }
 
+template <int n>
+MEGAMOE_DEVICE void swap_halves(float (&sum)[2][n]) {
+    MEGAMOE_UNROLL
+    for (int i = 0; i < n; ++i) {
+        float first = sum[0][i];
+        sum[0][i] = sum[1][i];
+        sum[1][i] = first;
+    }
+}
+
 template <class T, class Output, int n>
 MEGAMOE_DEVICE void finish_wide(const Context& ctx, const Tile& tile, Output& output, float (&sum)[2][n]) {
     WideFragment f;
@@ -120,16 +128,23 @@ MEGAMOE_DEVICE void finish_wide(const Context& ctx, const Tile& tile, Output& ou
     of_gemm<T>(tile.gemm, [&](auto gemm) {
         using E = typename decltype(gemm)::Epilogue;
         using Out = typename E::Out;
-        if constexpr (E::saves) {
+        if constexpr (E::saves && Out::scaled) {
+            MEGAMOE_UNROLL_BY(1)
+            for (int half = 0; half < 2; ++half) {  // in BF16, with sums of 128 rows, the loop would spill
+                write_columns(Bf16Rows{}, output, sum[0], nullptr, WideFragment());
+                swap_halves(sum);
+            }
+        } else if constexpr (E::saves) {
             MEGAMOE_UNROLL
-            for (int half = 0; half < 2; ++half) write_columns(Bf16Rows{}, output, sum[half], nullptr, f);
+            for (int half = 0; half < 2; ++half)
+                write_columns(Bf16Rows{}, output, sum[half], nullptr, WideFragment());
         }
         E::transform(ctx.args, sum);
         MEGAMOE_UNROLL
         for (int half = 0; half < E::halves; ++half) {
             float* scales = nullptr;
             if constexpr (Out::scaled) scales = scales_of_half<T, true>(ctx, tile, half);
-            write_columns(Out{}, output, sum[half], scales, f);
+            write_columns(Out{}, output, sum[half], scales, E::saves ? WideFragment() : f);
         }
     });
 }

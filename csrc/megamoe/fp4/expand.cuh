@@ -179,8 +179,8 @@ class Expander {
         int experts = args.num_local_experts, span = step_blocks<T>(ctx);
         MEGAMOE_UNROLL_BY(1)
         while (min_of(s.at[0].expert, s.at[1].expert) < experts) {
-            bool is_first = s.at[0].expert < experts && (s.at[1].expert >= experts ||
-                                                         s.at[0].block / span <= s.at[1].block / span + 1);
+            bool is_first = s.at[0].expert < experts &&
+                            (s.at[1].expert >= experts || s.at[0].block / span <= s.at[1].block / span + 1);
             GemmId id = gemm_now<T>(ctx, is_first ? GemmId::gemm1 : GemmId::gemm2);
             ExpandedTo& at = s.at[is_first ? 0 : 1];
             int expert = at.expert, rows = rows_of(ctx, expert);

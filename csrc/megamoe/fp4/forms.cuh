@@ -95,7 +95,8 @@ struct PackedForms {
             if constexpr (panels) {
                 int num = panels_of_expert<T>(args);
                 MEGAMOE_UNROLL_BY(1)
-                for (int i = arch::lane_idx(); i < num; i += 32) launch_args<T>(args).expanded.ready[expert * num + i] = 0;
+                for (int i = arch::lane_idx(); i < num; i += 32)
+                    launch_args<T>(args).expanded.ready[expert * num + i] = 0;
             }
         }
         static MEGAMOE_DEVICE void decide(const Context& ctx, const PassPlan& plan) {

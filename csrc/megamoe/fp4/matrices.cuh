@@ -1,6 +1,6 @@
-// Packed weights of a backward launch, which reads them transposed: transport warps expand the matrices of a few
-// experts to bf16 in memory, as dense weights would lie, and tiles load them as those of BF16 (docs/fp4.md).
-// A room holds w2 [H, I] and w13 [P, I, H] of one expert; expert e has room e % rooms.
+// Packed weights of a backward launch, which reads them transposed: transport warps expand the matrices of a
+// few experts to bf16 in memory, as dense weights would lie, and tiles load them as those of BF16
+// (docs/fp4.md). A room holds w2 [H, I] and w13 [P, I, H] of one expert; expert e has room e % rooms.
 #pragma once
 #include "megamoe/fp4/expand.cuh"
 
@@ -117,9 +117,7 @@ struct InRooms : OneForm {
             return Panels::room(ctx.args, tile.expert());
         }
         static MEGAMOE_DEVICE void begin_pass(const Context& ctx) { Expander<T, Panels>::begin_pass(ctx); }
-        static MEGAMOE_DEVICE bool finished(const Context& ctx) {
-            return Expander<T, Panels>::finished(ctx);
-        }
+        static MEGAMOE_DEVICE bool finished(const Context& ctx) { return Expander<T, Panels>::finished(ctx); }
         static MEGAMOE_DEVICE bool next(Context& ctx) { return Expander<T, Panels>::next(ctx); }
         static MEGAMOE_DEVICE void clear_counters(const Args& args, int expert) {
             if (arch::lane_idx() < 2) launch_args<T>(args).expanded.ready[2 * expert + arch::lane_idx()] = 0;

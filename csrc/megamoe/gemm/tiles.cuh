@@ -135,7 +135,8 @@ MEGAMOE_DEVICE bool tile_of(const Context& ctx, Unit scheduled, int member, Tile
         if (id == GemmId::gemm1) out->entry = {(out->entry.packed & ~0xff) | T::Tiling::rows};
     }
     if constexpr (Forms<T>::is_packed) {
-        // What a launch that trains saves has rows behind an expert's last: the wide form makes those of the tile alone.
+        // What a launch that trains saves has rows behind an expert's last: the wide form makes those of the
+        // tile alone.
         if (T::Pool::padded) out->entry = {(out->entry.packed & ~0xff) | rows_filled<T>(out->rows())};
         out->slots = ceil_div(out->slots, Forms<T>::slot_steps(*out));
     }

@@ -1,8 +1,7 @@
 // All gradients of the layer: dgu = s (dy w2) act', dx rows = dgu w13, then dw13 = dgu^T x and dw2 = dy^T hs.
-// bf16 weights are read as they lie, e4m3 ones as transposed copies, for e4m3 is multiplied K-major only. Packed
-// ones are expanded to bf16 in memory, and all is as in BF16, whatever forward's rows were.
-// Weight gradients multiply bf16 rows in either precision, or transposed e4m3. docs/backward.md has the
-// picture.
+// bf16 weights are read as they lie, e4m3 ones as transposed copies, for e4m3 is multiplied K-major only.
+// Packed ones are expanded to bf16 in memory, and all is as in BF16, whatever forward's rows were. Weight
+// gradients multiply bf16 rows in either precision, or transposed e4m3. docs/backward.md has the picture.
 #pragma once
 #include "megamoe/epilogue/activation_gradient.cuh"
 #include "megamoe/epilogue/plain.cuh"
@@ -14,8 +13,8 @@
 
 namespace megamoe {
 
-// What backward multiplies, of a layer with these formats: rows, forward's weights, for recompute, and how gemm1 and
-// gemm2 read weights; and the shape of its tiles.
+// What backward multiplies, of a layer with these formats: rows, forward's weights, for recompute, and how
+// gemm1 and gemm2 read weights; and the shape of its tiles.
 template <class P, class S, bool packed = P::W::slot_scale_bytes != 0>
 struct Multiplied {
     using Rows = typename P::X;

@@ -54,7 +54,8 @@ MEGAMOE_DEVICE void fan_out_in_order(ScaledRow from, uint4_t* pool, int vectors,
         uint32_t pairs[4];
         MEGAMOE_UNROLL
         for (int i = 0; i < 4; ++i)
-            pairs[i] = arch::pack_bf16x2(value[i / 2][i % 2 * 2] * scale, value[i / 2][i % 2 * 2 + 1] * scale);
+            pairs[i] =
+                arch::pack_bf16x2(value[i / 2][i % 2 * 2] * scale, value[i / 2][i % 2 * 2 + 1] * scale);
         for (uint32_t left = targets.lanes; left != 0; left &= left - 1) {
             int64_t to = arch::shfl(targets.mine, arch::ffs0(left));
             arch::store_vec_below(pool + to * vectors, v, vectors, {pairs[0], pairs[1], pairs[2], pairs[3]});

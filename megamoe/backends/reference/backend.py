@@ -83,7 +83,9 @@ class ReferenceBackend(Gathered):
         numbers, dys, xs, ids, scores, stored = map(list, zip(*everyone, strict=True))
         check_numbers(numbers, self.group.rank, self.group.label)
         if self.problem.formats.w.scaled and transposed is None:
-            stored = [e if e.w13_scale is not None else quantize_experts(self.problem, e) for e in stored]
+            stored = [
+                e if e.w13_scale is not None else quantize_experts(self.problem, e) for e in stored
+            ]
         with torch.autocast(x.device.type, enabled=False):
             out = backward(
                 *(self.problem, dys, xs, ids, scores, stored),

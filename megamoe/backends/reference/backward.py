@@ -92,7 +92,9 @@ def backward(
     d_scores = torch.zeros(score_NK.shape, dtype=wide, device=score_NK.device)
 
     with full_fp32(x_NH.device):
-        for rank, (rows, experts, given_experts) in enumerate(zip(all_rows, weights, stored_weights, strict=True)):
+        for rank, (rows, experts, given_experts) in enumerate(
+            zip(all_rows, weights, stored_weights, strict=True)
+        ):
             note("rows", rows)
             dy_values = dy_NH[rows.token].to(wide)
             x_values, block = x_NH[rows.token], rows.pool_row // BLOCK

@@ -192,9 +192,17 @@ def test_what_a_training_call_keeps(name, tokens, limit):
 
 
 def test_what_does_not_train_keeps_nothing_for_it():
-    problem = Problem(4096, 2048, 64, 8, max_tokens=1024, precision="bf16xnvfp4")
-    report, bf16 = (layout.memory_report(p) for p in (problem, replace(problem, precision="bf16")))
-    assert report["regions"] == bf16["regions"]
+    problem = Problem(4096, 2048, 64, 8, max_tokens=1024, precision="fp8_channel")
+    report, bf16, nvfp4 = (
+        layout.memory_report(replace(problem, precision=p))
+        for p in ("fp8_channel", "bf16", "bf16xnvfp4")
+    )
+    assert nvfp4["regions"] == bf16["regions"]
+    assert nvfp4["transposes_bytes"] == 0 < nvfp4["copies_bytes"]
+    rooms = nvfp4["training_regions"].pop("matrices")
+    assert rooms == 5 * 3 * 4096 * 2048 * 2
+    assert nvfp4["training_regions"].pop("matrices_ready") == 64 * 2 * 4
+    assert nvfp4["training_regions"] == bf16["training_regions"]
     for key in ("backward", "train_state", "train_state_used", "train_state_worst"):
         assert report[f"{key}_bytes"] == 0 < bf16[f"{key}_bytes"]
     assert report["training_regions"] == {}
@@ -368,11 +376,11 @@ def test_panels_have_room_where_a_launch_can_have_many_rows():
     problem = Problem(288, 160, 4, 2, max_tokens=1281, precision="fp8xmxfp4")
     plan, args, maps = static_arguments(problem)
     # An expert's panels: two of w13 with three slots of K and two of w2 with two, 256 rows each; room for all four.
-    assert maps[6:] == [(args.own.panels, (128, 4 * 10 * 256), (128,), (128, 128), 1)]
+    assert maps[6:] == [(args.expanded.panels, (128, 4 * 10 * 256), (128,), (128, 128), 1)]
     assert plan.workspace["panel_ready"].shape == (4, 4)
-    assert (args.own.rooms, args.own.above) == (4, 4 * 640)
+    assert (args.expanded.rooms, args.expanded.above) == (4, 4 * 640)
     plan, args, maps = static_arguments(replace(problem, max_tokens=1280))  # 2560 routes
-    assert (len(maps), args.own.rooms, args.own.above) == (6, 0, 4 * 640)
+    assert (len(maps), args.expanded.rooms, args.expanded.above) == (6, 0, 4 * 640)
     assert "panels" not in plan.workspace
     dsv3 = Problem(7168, 2048, 256, 8, 4, max_tokens=8192, precision="fp8xmxfp4")
     of_five_experts = 5 * 3 * 7168 * 2048

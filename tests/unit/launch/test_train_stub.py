@@ -271,7 +271,7 @@ def test_rows_that_are_kept_and_the_launch_of_several_passes(trained):
     own, (dw13, dw2) = three.own, three.gemm
     assert trained.loaded == []
     assert (own.num_passes, own.dw_bytes, own.accumulate) == (3, 4, 1)
-    assert (dw13.m, dw13.n, dw2.m, dw2.n) == (144, 272, 272, 144)
+    assert (dw13.m, dw13.n, dw2.m, dw2.n) == (144, 272, 272, 64)  # for a bias alone: few
     assert dw13.out[0].words[0] == into["w13"].data_ptr()
     assert (dw13.bias, dw2.bias) == (gradients[4].data_ptr(), gradients[5].data_ptr())
     assert (three.fault, three.pool_rows) == (window.fault_address, plan.pool_rows)
