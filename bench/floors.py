@@ -49,6 +49,7 @@ class Load:
         """Weight gradients are BF16 whatever the precision. passes: for which they are written once."""
         h, i, stored = self.shape.hidden, self.shape.intermediate, PRECISIONS[precision]
         rates = GEMM_TFLOPS[precision], GEMM_TFLOPS["bf16"]
+        rates = rates if gradients in ("bf16", "main_grad") else rates[:1]
         gemm = sum(self.shape.flops(self.tokens) / (rate * 1e6) for rate in rates)
         # Written and read once each: rows of dy, x, dx, dgu and hs; read: gu. FP8: rows of dy and dgu besides.
         row = (3 * h + (self.planes + 1) * i) * BF16_BYTES
@@ -57,7 +58,7 @@ class Load:
         memory = self.hit_weights * stored.w.bytes + self.rows * (
             2 * row + self.planes * i * BF16_BYTES
         )
-        of_each = 8 if gradients == "main_grad" else BF16_BYTES  # fp32: and read
+        of_each = {"bf16": BF16_BYTES, "main_grad": 8}.get(gradients or "", 0)  # fp32: and read
         memory += self.weights * of_each / passes
         return gemm, memory, self.crossings * h * (stored.x.bytes + BF16_BYTES)
 

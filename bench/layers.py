@@ -23,6 +23,7 @@ from megamoe.testing import Inputs, make_inputs, make_weights
 from megamoe.testing.shapes import Shape
 
 DIRECTIONS = ("forward", "train", "backward", "step")
+FROZEN, FROZEN_MADE = "none", "none, transposes made"  # in place of gradients of weights
 E4M3_FORWARD = "e4m3 x"  # forward of an x that comes quantized
 Halves = tuple[Callable[[bool], Any], Callable[[Any], object]]
 
@@ -34,12 +35,17 @@ class Entry:
     backend: str
     precision: str
     direction: str = "forward"  # or E4M3_FORWARD, or "quantize": of the weights, once a step
-    gradients: str | None = None  # of the weights: "bf16", or "main_grad", added to fp32
+    gradients: str | None = None  # of the weights: "bf16", "main_grad", added to fp32, or FROZEN
     reserve_sms: int | None = None  # None: the default
     through_layer: bool = False
     step_blocks: int | None = None  # None: the default
     # backward: that keep their rows, for one launch of weight gradients; 0: it makes its own
     passes: int = 0
+
+    @property
+    def frozen(self) -> bool:
+        """Whether weights have no gradients."""
+        return self.gradients in (FROZEN, FROZEN_MADE)
 
     @property
     def label(self) -> str | None:
@@ -49,7 +55,7 @@ class Entry:
     def flops(self, shape: Shape, tokens: int) -> float:
         """Return those of `tokens` tokens: backward has twice forward's."""
         times = {"forward": 1, "train": 1, E4M3_FORWARD: 1, "backward": 2, "step": 3, "quantize": 0}
-        return times[self.direction] * shape.flops(tokens)
+        return (times[self.direction] - self.frozen) * shape.flops(tokens)
 
     def floors(self, shape: Shape, tokens: int, ranks: int) -> tuple[float, float, float]:
         """Return the least time in us that GEMMs, memory and links need, under uniform routing."""
@@ -89,7 +95,7 @@ class TimedLayer:
             options["profile"] = True
         self.infers = entry.direction in ("forward", E4M3_FORWARD)
         training = not self.infers
-        self.cache = QuantizedCache()
+        self.cache = QuantizedCache(entry.gradients == FROZEN_MADE)
         self.layer: megamoe.Layer | None = None
         plain = entry.backend == "autograd"
         with torch.set_grad_enabled(training):  # launches take the SMs that are free where it is on
@@ -128,7 +134,7 @@ class TimedLayer:
             return self.fp8
         if not self.problem.formats.w.scaled:
             return self.masters
-        trains = not self.infers and self.layer is None
+        trains = not self.infers and self.layer is None and self.problem.formats.transposes
         return self.cache.weights(self.problem, self.masters, trains)
 
     def quantized_again(self) -> megamoe.ExpertWeights:
@@ -175,10 +181,14 @@ class TimedLayer:
 
         def backward(state: Tensor) -> object:
             wanted = GradRequest(Needs(b13=biased, b2=biased), self.into or {})
+            masters = self.masters
             rows, transposed = GradRequest(Needs(True, True, False, False, False, False)), None
-            if self.problem.formats.w.scaled:
-                transposed = self.cache.transposed(self.problem, self.masters)
-            call, kept = Call(x, ids, scores, self.masters), []
+            if self.problem.formats.transposes:
+                transposed = self.cache.transposed(self.problem, masters)
+            elif self.problem.formats.packed:
+                masters = self.weights()
+            wanted = rows if self.entry.frozen else wanted
+            call, kept = Call(x, ids, scores, masters), []
             for _ in range(self.entry.passes):
                 kept.append(self.backend.new_stash())
                 one = rows._replace(transposed=transposed, kept=kept[-1])

@@ -11,7 +11,7 @@ import torch
 
 import megamoe
 from bench import dram, gemms
-from bench.layers import E4M3_FORWARD, Entry, TimedLayer, layers_of
+from bench.layers import FROZEN, FROZEN_MADE, E4M3_FORWARD, Entry, TimedLayer, layers_of
 from bench.plot import Measurement, plot
 from bench.ranks import Rank
 from bench.shapes import local_shapes, shapes_from
@@ -38,6 +38,8 @@ def entries(precision: str, args: argparse.Namespace) -> list[Entry]:
     direction = args.direction
     if direction != "forward":
         gradients = ["bf16", "main_grad"] if args.main_grad else ["bf16"]
+    if args.frozen:
+        gradients = [FROZEN, *[FROZEN_MADE] * PRECISIONS[precision].transposes]
     reserves = [None if r == "default" else int(r) for r in args.reserve_sms]
     found = [
         Entry(args.backend, precision, direction, g, reserve, args.layer)

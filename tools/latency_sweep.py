@@ -45,6 +45,7 @@ def main() -> int:
     )
     add("--quantized-x", action="store_true", help="also forward of an x in e4m3")
     add("--main-grad", action="store_true", help="also add gradients to fp32 tensors")
+    add("--frozen", action="store_true", help="backward: without gradients of weights")
     add("--passes", nargs="+", type=int, default=[], metavar="G",
         help="also compute weight gradients of G passes in one launch; us are per pass")  # fmt: skip
     add("--layer", action="store_true", help="time the layer through autograd, not the launches")
