@@ -143,7 +143,7 @@ class Layer:
         out: Tensor | None = None,
         x_scale: Tensor | None = None,
     ) -> Tensor:
-        """Compute y. Differentiable in x, topk_weights and all weights except FP8 weights and scales. Collective.
+        """Compute y. Differentiable in x, topk_weights and all weights except FP8, FP4 and their scales. Collective.
 
         Under autocast, fp32 and fp16 x are cast to bf16. With R > 1, if one rank rejects its arguments, all ranks
         raise.

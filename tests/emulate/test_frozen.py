@@ -240,14 +240,16 @@ FLAWS = {
     ),
     "pre-activations are those of h": (
         "epilogue/wide.cuh",
-        "        if constexpr (E::saves) {",
-        "        if constexpr (E::saves) {\n            E::transform(ctx.args, sum);",
+        "else if constexpr (E::saves) {",
+        "else if constexpr (E::saves) {\n            E::transform(ctx.args, sum);",
     ),
+    "one half is saved twice": ("epilogue/wide.cuh", "                swap_halves(sum);\n", ""),
 }  # fmt: skip
 
 
 @pytest.mark.flaws
 @pytest.mark.parametrize("flaw", names(FLAWS))
+@pytest.mark.parametrize("rooms", [2], indirect=True)
 def test_a_flaw_is_seen(
     flaw: str, rooms: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

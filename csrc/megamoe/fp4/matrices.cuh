@@ -55,7 +55,7 @@ struct Matrices {
             rows_ = column < m.columns ? m.rows - row : 0;
         }
         MEGAMOE_DEVICE void expand() const {
-            constexpr int ahead = 4, step = 2;  // rows of a lane on their way at once; rows of a warp
+            constexpr int ahead = 8, step = 2;  // rows of a lane on their way at once; rows of a warp
             float of_sums = reinterpret_cast<const ScaleHeader*>(block_)->of_sums;
             MEGAMOE_UNROLL_BY(1)
             for (int i = 0; i < patch_rows; i += step * ahead) {
