@@ -240,10 +240,9 @@ FLAWS = {
     ),
     "pre-activations are those of h": (
         "epilogue/wide.cuh",
-        "else if constexpr (E::saves) {",
-        "else if constexpr (E::saves) {\n            E::transform(ctx.args, sum);",
+        "if constexpr (E::saves) {",
+        "if constexpr (E::saves) {\n            E::transform(ctx.args, sum);",
     ),
-    "one half is saved twice": ("epilogue/wide.cuh", "                swap_halves(sum);\n", ""),
 }  # fmt: skip
 
 

@@ -110,16 +110,6 @@ MEGAMOE_DEVICE void write_columns(E4m3RowsIn<Words>, Output& output, const float
     output.hand_over_common(1);
 }
 
-template <int n>
-MEGAMOE_DEVICE void swap_halves(float (&sum)[2][n]) {
-    MEGAMOE_UNROLL
-    for (int i = 0; i < n; ++i) {
-        float first = sum[0][i];
-        sum[0][i] = sum[1][i];
-        sum[1][i] = first;
-    }
-}
-
 template <class T, class Output, int n>
 MEGAMOE_DEVICE void finish_wide(const Context& ctx, const Tile& tile, Output& output, float (&sum)[2][n]) {
     WideFragment f;
@@ -128,13 +118,7 @@ MEGAMOE_DEVICE void finish_wide(const Context& ctx, const Tile& tile, Output& ou
     of_gemm<T>(tile.gemm, [&](auto gemm) {
         using E = typename decltype(gemm)::Epilogue;
         using Out = typename E::Out;
-        if constexpr (E::saves && Out::scaled) {
-            MEGAMOE_UNROLL_BY(1)
-            for (int half = 0; half < 2; ++half) {  // in BF16, with sums of 128 rows, the loop would spill
-                write_columns(Bf16Rows{}, output, sum[0], nullptr, WideFragment());
-                swap_halves(sum);
-            }
-        } else if constexpr (E::saves) {
+        if constexpr (E::saves) {
             MEGAMOE_UNROLL
             for (int half = 0; half < 2; ++half)
                 write_columns(Bf16Rows{}, output, sum[half], nullptr, WideFragment());

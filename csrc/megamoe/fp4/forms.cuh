@@ -18,9 +18,10 @@ MEGAMOE_DEVICE void run_wide_rows(Context& ctx, PipelineRing<T>& ring, Output& o
 }
 template <class T, class Output>
 MEGAMOE_DEVICE void run_wide(Context& ctx, PipelineRing<T>& ring, Output& output, const Tile& tile) {
-    if (tile.rows() <= 16) {
+    constexpr int least = T::Pool::padded ? warpgroup_rows : 0;  // rows of a tile
+    if (least < 16 && tile.rows() <= 16) {
         run_wide_rows<T, 16>(ctx, ring, output, tile);
-    } else if (tile.rows() <= 32) {
+    } else if (least < 32 && tile.rows() <= 32) {
         run_wide_rows<T, 32>(ctx, ring, output, tile);
     } else if (has_tall<T> || tile.rows() <= 64) {
         run_wide_rows<T, 64>(ctx, ring, output, tile);

@@ -25,8 +25,8 @@ struct OneForm {
     template <class T>
     struct Of {
         static constexpr bool is_packed = false, has_tall = true;
-        static constexpr bool in_rooms =
-            false;  // are weights expanded in memory? place_of(): awaited, and where
+        // Are weights expanded in memory for all tiles? place_of() waits, and says in which room.
+        static constexpr bool in_rooms = false;
         static MEGAMOE_DEVICE int slot_steps(const Tile&) { return 1; }
         static MEGAMOE_DEVICE void init_barrier(int) {}
         static MEGAMOE_DEVICE void pass_slot(Context&, const PipelineRing<T>&) {}
