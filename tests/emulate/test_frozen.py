@@ -16,7 +16,7 @@ from training_cases import least_pool
 
 from megamoe.backends.call import Gradients, GradRequest, Needs
 from megamoe.backends.emulate.emulation import Emulation
-from megamoe.backends.reference import backward
+from megamoe.backends.reference import backward, forward
 from megamoe.core.config import ACTIVATIONS, Problem
 from megamoe.core.errors import ProtocolTimeout
 from megamoe.core.table import PRECISIONS
@@ -24,8 +24,9 @@ from megamoe.formats.quantization import codec
 from megamoe.formats.weights import ExpertWeights
 from megamoe.launch import layout, panels
 from megamoe.testing import make_inputs
-from megamoe.testing.compare import same_bits
+from megamoe.testing.compare import assert_close, same_bits
 from megamoe.testing.inputs import calls_of
+from megamoe.testing.intermediates import LIMIT
 
 PACKED = [p.name for p in PRECISIONS.values() if p.packed]
 # Of MXFP4 numbers of about 1, so that clamps are reached.
@@ -79,6 +80,11 @@ def check(
         return found, regions
 
     found, gate_up = run(problem, xs, weights)
+    if not several:
+        oracle = forward(problem, xs, ids, scores, weights)
+        for saved, want, rows in zip(gate_up, oracle["gate_up"], oracle["rows"], strict=True):
+            got = saved.flatten(1)[rows.pool_row]
+            assert_close(got, want.to(got.dtype), relative=LIMIT[problem.precision])
     # Later passes compute the pre-activations again, from the saved x.
     x_codec = codec(problem.formats.x)
     if x_codec is not None:
@@ -242,6 +248,11 @@ FLAWS = {
         "epilogue/wide.cuh",
         "if constexpr (E::saves) {",
         "if constexpr (E::saves) {\n            E::transform(ctx.args, sum);",
+    ),
+    "one half is saved twice": (
+        "epilogue/wide.cuh",
+        "write_columns(Bf16Rows{}, output, sum[half], nullptr",
+        "write_columns(Bf16Rows{}, output, sum[0], nullptr",
     ),
 }  # fmt: skip
 
