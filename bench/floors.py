@@ -12,6 +12,7 @@ GEMM_TFLOPS = dict.fromkeys(("fp8", "fp8_channel", "fp8xmxfp4"), 1300.0) | dict.
 HBM_BYTES_PER_US = 4.3e6
 NVLINK_BYTES_PER_US = 340e3
 BF16_BYTES = 2
+OF_WEIGHTS = {"bf16": BF16_BYTES, "main_grad": 8}  # bytes of a gradient; fp32: and read
 
 
 class Load:
@@ -48,8 +49,8 @@ class Load:
     ) -> tuple[float, float, float]:
         """Weight gradients are BF16 whatever the precision. passes: for which they are written once."""
         h, i, stored = self.shape.hidden, self.shape.intermediate, PRECISIONS[precision]
-        rates = GEMM_TFLOPS[precision], GEMM_TFLOPS["bf16"]
-        rates = rates if gradients in ("bf16", "main_grad") else rates[:1]
+        rates = [GEMM_TFLOPS["bf16" if stored.packed else precision]]
+        rates += [GEMM_TFLOPS["bf16"]] * (gradients in OF_WEIGHTS)
         gemm = sum(self.shape.flops(self.tokens) / (rate * 1e6) for rate in rates)
         # Written and read once each: rows of dy, x, dx, dgu and hs; read: gu. FP8: rows of dy and dgu besides.
         row = (3 * h + (self.planes + 1) * i) * BF16_BYTES
@@ -58,7 +59,7 @@ class Load:
         memory = self.hit_weights * stored.w.bytes + self.rows * (
             2 * row + self.planes * i * BF16_BYTES
         )
-        of_each = {"bf16": BF16_BYTES, "main_grad": 8}.get(gradients or "", 0)  # fp32: and read
+        of_each = OF_WEIGHTS.get(gradients or "", 0)
         memory += self.weights * of_each / passes
         return gemm, memory, self.crossings * h * (stored.x.bytes + BF16_BYTES)
 

@@ -11,7 +11,7 @@ import torch
 
 import megamoe
 from bench import dram, gemms
-from bench.layers import FROZEN, FROZEN_MADE, E4M3_FORWARD, Entry, TimedLayer, layers_of
+from bench.layers import E4M3_FORWARD, FROZEN, FROZEN_MADE, Entry, TimedLayer, layers_of
 from bench.plot import Measurement, plot
 from bench.ranks import Rank
 from bench.shapes import local_shapes, shapes_from
