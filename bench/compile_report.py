@@ -10,6 +10,7 @@ from pathlib import Path
 
 from bench.code_size import MOST_EPILOGUE_BYTES, ROLES, CodeSize, code_size
 from megamoe import jit
+from megamoe.core.table import PRECISIONS
 from megamoe.jit import paths
 
 FLAGS = ("-lineinfo",)  # changes no instruction
@@ -89,7 +90,10 @@ def check(
         faults.append(f"{result.stack_bytes} bytes of stack")
     faults += result.warnings
     if counts is not None:
-        faults += [f"no {name}" for name in REQUIRED[variant.precision] if not counts[name]]
+        # Backward multiplies packed weights as bf16.
+        as_bf16 = variant.kernel == "backward" and PRECISIONS[variant.precision].packed
+        required = REQUIRED["bf16" if as_bf16 else variant.precision]
+        faults += [f"no {name}" for name in required if not counts[name]]
         faults += [f"{counts[name]} {name}" for name in FORBIDDEN if counts[name]]
     if size is not None and not 0 < size.epilogue <= MOST_EPILOGUE_BYTES:
         most = MOST_EPILOGUE_BYTES
