@@ -90,6 +90,8 @@ check() { # how: step, single or shared; ranks; tokens
             --csv "$out/backward_shapes_ep$ranks.csv"
         $how "channel_ep$ranks" 60 $judge --random 30 --repeat 2 --precision fp8_channel
         $how "fp4_ep$ranks" 60 $judge --random 30 --repeat 2 --precision fp8xmxfp4 bf16xmxfp4 bf16xnvfp4
+        $how "fp4_backward_ep$ranks" 120 $judge --direction backward --random 30 --repeat 2 \
+            --precision fp8xmxfp4 bf16xmxfp4 bf16xnvfp4
         $how "panels_ep$ranks" 60 $judge --random 30 --repeat 2 --precision fp8xmxfp4 --mean-rows 0
         $how "overload_ep$ranks" 120 $judge --direction step --shape qwen3-30b --tokens 2048 \
             --routing one_expert hot one_rank --csv "$out/overload_ep$ranks.csv"
