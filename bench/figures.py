@@ -451,6 +451,7 @@ LATER = {
     "wide": ("training.md", "experts"),
     "parts": ("training.md", "experts"),
     "recipes": ("numerics.md", "run"),
+    "placement": ("serving.md", "Qwen3-235B, BF16"),
 }
 
 
@@ -672,4 +673,5 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
         **later("numerics.md"),
     },
     "training.md": later("training.md"),
+    "serving.md": later("serving.md"),
 }
