@@ -57,8 +57,14 @@ def through_backend(
 def through_autograd(backend: str, d: Drawn) -> tuple[Tensor, Gradients]:
     """Return y and the gradients that torch has of a layer over this backend. Collective."""
     (x, ids, scores), dy = d.own, d.dy[d.me.rank]
-    given = d.masters[d.me.rank]
-    masters = replace(given, **{n: t.clone().requires_grad_() for n, t in given.named().items()})
+    packed = d.problem.formats.packed
+    given = d.weights if packed else d.masters[d.me.rank]
+    leaves_of = {
+        n: t
+        for n, t in given.named().items()
+        if t.is_floating_point() and not (packed and n[0] == "w")
+    }
+    masters = replace(given, **{n: t.clone().requires_grad_() for n, t in leaves_of.items()})
     x, scores = x.clone().requires_grad_(), scores.clone().requires_grad_()
     layer = megamoe.Layer(d.problem, d.me.group or "alone", backend=backend)
     try:

@@ -196,7 +196,7 @@ def _weight_gradients(
     recipe: Fp8Recipe, pool: Pool, x: Scaled, dy: Scaled, dgu: Tensor, hs: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return dw13, dw2 in bf16. dgu, hs: as bf16 has them."""
-    if recipe.products == "bf16":
+    if recipe.products != "e4m3":
         x_rows, dy_rows = (v.values.bfloat16().float() for v in (x, dy))
     elif recipe.rows == "token":  # a factor of the row, which the other operand takes over
         dgu, hs = dgu * x.scale[:, :1], hs * dy.scale[:, :1]
@@ -206,7 +206,7 @@ def _weight_gradients(
             transposed(v.values, v.scale * torch.finfo(v.dtype).max, GROUP, v.dtype)
             for v in (x, dy)
         )
-    if recipe.products != "bf16":
+    if recipe.products == "e4m3":
         dgu = transposed(dgu, dgu.abs(), 1, recipe.gradients)
         hs = transposed(hs, hs.abs(), GROUP)
     return pool.outer(dgu, x_rows).bfloat16(), pool.outer(dy_rows, hs).bfloat16()

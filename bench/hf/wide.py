@@ -27,6 +27,7 @@ from bench.hf.run import choose_backend
 from bench.hf.training import WARM, backward, cross_entropy
 from bench.ranks import Rank
 from bench.tables import PRINTED, header, write_table
+from megamoe.core.table import PRECISIONS
 from megamoe.formats.weights import MASTERS
 
 TRACED = 2  # steps behind the timed ones that are cut into parts
@@ -149,7 +150,7 @@ class Wide:
     def run(self, name: str) -> Result:
         """Train a case. Its model is gone then."""
         options, on_gpu = CASES[name], self.setup.device.type == "cuda"
-        quantizes = options is not None and options["precision"] == "fp8"
+        quantizes = options is not None and PRECISIONS[options["precision"]].w.scaled
         experts = None if options is None else self.register(**options)
         own = "grouped_mm" if on_gpu else "eager"
         try:

@@ -182,4 +182,4 @@ REFUSED = {
     "fp8xnvfp4": "bf16xnvfp4: an e2m1 times its e4m3 scale has up to six significant bits, which bf16 holds; e4m3, "
     "with four, would quantize the weights again"
 }
-TRAINED = [p.name for p in PRECISIONS.values() if p.trains]
+TRAINED = [p.name for p in PRECISIONS.values() if p.trains and not p.packed]  # experts too
