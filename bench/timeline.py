@@ -21,7 +21,9 @@ from bench.tables import header, write_table
 from bench.timing import Timer
 from megamoe.backends.call import Call
 from megamoe.backends.emulate.emulation import Emulation
+from megamoe.jit.abi import GEMMS
 from megamoe.jit.paths import CSRC
+from megamoe.launch.arguments import PROFILE_SLOTS
 from megamoe.testing import make_inputs, make_weights
 
 WARM_UP = 5
@@ -54,11 +56,27 @@ PHASES = [
 WAITS = {"rows_wait": "load_a, for rows", "h_wait": "load_a, for h", "slot_wait": "math, for slots"}
 
 
-def mark_names() -> list[str]:
-    """Return the names of a CTA's marks in order, as the kernel has them."""
+def mark_names(of: str = "Mark") -> list[str]:
+    """Return the names of a CTA's marks, or of a tile's (of="TileMark"), in the kernel's order."""
     text = (CSRC / "megamoe" / "cta" / "profile.cuh").read_text()
-    (body,) = re.findall(r"enum class Mark : int \{(.*?)\};", text, re.DOTALL)
+    (body,) = re.findall(rf"enum class {of} : int \{{(.*?)\}};", text, re.DOTALL)
     return re.findall(r"\w+", re.sub(r"//.*", "", body))
+
+
+def columns() -> list[str]:
+    """Return the names of all words of a CTA: its marks, then those of its first tiles."""
+    marks, of_tile = mark_names(), mark_names("TileMark")
+    tiles = (PROFILE_SLOTS - len(marks)) // len(of_tile)
+    return marks + [f"tile{i}_{name}" for i in range(tiles) for name in of_tile]
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A tile: its GEMM, how many of that GEMM the CTA had before, and when it reached which mark, in us."""
+
+    gemm: str
+    number: int
+    at: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -70,6 +88,7 @@ class Cta:
     at: dict[str, float]
     waits: dict[str, float]
     ghz: dict[str, float]  # the SM clock, of all tiles or of rows' and weights' by themselves
+    tiles: list[Tile]  # its first ones
 
     def spans(self, of: list[tuple[str, str, str]]) -> list[tuple[str, float, float]]:
         """Return (name, begin, end) of those that this CTA has."""
@@ -82,8 +101,8 @@ class Cta:
 
 
 def read_marks(rank: int, stamps: list[list[int]]) -> list[Cta]:
-    """stamps: a line for each CTA, in the order of mark_names(). Marks before a CTA's start are of older launches."""
-    names, found = mark_names(), []
+    """stamps: a line for each CTA, in the order of columns(). Marks before a CTA's start are of older launches."""
+    names, marks, found = columns(), mark_names(), []
     for line in stamps:
         if len(line) != len(names):
             raise SystemExit(
@@ -97,10 +116,25 @@ def read_marks(rank: int, stamps: list[list[int]]) -> list[Cta]:
             continue  # it came when the door was closed
         cycles = named["clock_end"] - named["clock_start"]
         us = (end - start) / 1e3 / max(cycles, 1)
-        instants = [n for n in names if n not in WAITS and not n.startswith("clock")]
+        instants = [n for n in marks if n not in WAITS and not n.startswith("clock")]
         at = {n: (named[n] - first) / 1e3 for n in instants if start <= named[n] <= end}
         waits = {n: named[n] * us for n in WAITS}
-        found.append(Cta(rank, index, at, waits, clocks(named, "data_done" in at)))
+        tiles = read_tiles(line[len(marks) :], start, end, first)
+        found.append(Cta(rank, index, at, waits, clocks(named, "data_done" in at), tiles))
+    return found
+
+
+def read_tiles(words: list[int], start: int, end: int, first: int) -> list[Tile]:
+    """Return the first tiles of a CTA that took part from start to end. words: behind its marks."""
+    names = mark_names("TileMark")
+    found: list[Tile] = []
+    for i in range(0, len(words), len(names)):
+        named = dict(zip(names, words[i : i + len(names)], strict=True))
+        what = named.pop("what")
+        at = {name: (time - first) / 1e3 for name, time in named.items() if start <= time <= end}
+        if "asked" in at and what >> 8:  # not one that the CTA loads for its partner alone
+            gemm = GEMMS[what & 0xFF]
+            found.append(Tile(gemm, sum(tile.gemm == gemm for tile in found), at))
     return found
 
 
@@ -199,6 +233,27 @@ def medians(launches: list[list[float]]) -> tuple[int, float, float]:
     return count, middle, latest
 
 
+def tile_summary(launches: list[list[Cta]], rank: int) -> list[str]:
+    """Return a line for the first tiles of each GEMM: how many CTAs have one, and the medians of its marks."""
+    names = [name for name in mark_names("TileMark") if name != "what"]
+    by_tile: dict[tuple[str, int], list[list[Tile]]] = {}
+    for ctas in launches:
+        of_launch: dict[tuple[str, int], list[Tile]] = {}
+        for tile in (tile for cta in ctas if cta.rank == rank for tile in cta.tiles):
+            of_launch.setdefault((tile.gemm, tile.number), []).append(tile)
+        for key, tiles in of_launch.items():
+            by_tile.setdefault(key, []).append(tiles)
+    lines = []
+    for (gemm, number), found in sorted(by_tile.items()):
+        line = f"{rank:<6}{f'{gemm} {number}':<12}{median_low(map(len, found)):>5}"
+        for name in names:
+            times = [[tile.at[name] for tile in tiles if name in tile.at] for tiles in found]
+            line += f"{medians(times)[1]:>11.2f}" if any(times) else f"{'-':>11}"
+        lines.append(line)
+    head = f"{'rank':<6}{'tile':<12}{'CTAs':>5}" + "".join(f"{name:>11}" for name in names)
+    return [head, *lines] if lines else []
+
+
 def summary(launches: list[list[Cta]]) -> list[str]:
     """Return a line for each mark of each rank, and for its waits: `medians` of them."""
     lines = [f"{'rank':<6}{'mark':<12}{'CTAs':>5}{'median us':>11}{'latest us':>11}"]
@@ -212,6 +267,7 @@ def summary(launches: list[list[Cta]]) -> list[str]:
         rows += [(n, *medians([[c.ghz[n] for c in ctas] for ctas in mine])) for n in phases]
         for name, count, middle, latest in rows:
             lines.append(f"{rank:<6}{name:<12}{count:>5}{middle:>11.2f}{latest:>11.2f}")
+        lines += tile_summary(launches, rank)
     return lines
 
 
@@ -263,12 +319,12 @@ def write(launches: Iterable[Sequence[Tensor]], args: argparse.Namespace) -> int
     """Write the CSV, and what is made of it. launches: of every launch the marks of each rank."""
     table = args.out / f"{args.name}.csv"
     rows = [
-        [sample, rank, cta, *line]
+        [sample, rank, cta, *line[: len(columns())]]
         for sample, marks in enumerate(launches)
         for rank, of_rank in enumerate(marks)
         for cta, line in enumerate(of_rank.tolist())
     ]
-    write_table(table, header(), rows, ["sample", "rank", "cta", *mark_names()])
+    write_table(table, header(), rows, ["sample", "rank", "cta", *columns()])
     return show(table, args)
 
 
@@ -276,8 +332,8 @@ def show(table: Path, args: argparse.Namespace) -> int:
     """Print the marks in a CSV, write trace and picture of the launch that takes the median time."""
     with table.open(newline="") as file:
         title = file.readline().strip()
-        columns, *rows = csv.reader(file)
-    if "sample" not in columns:  # a CSV of one launch, from before there were samples
+        names, *rows = csv.reader(file)
+    if "sample" not in names:  # a CSV of one launch, from before there were samples
         rows = [["0", *row] for row in rows]
     by_rank: dict[str, dict[int, list[list[int]]]] = {}
     for sample, rank, _, *line in rows:

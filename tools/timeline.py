@@ -9,9 +9,9 @@
 
 Writes into --out: a CSV with the marks of every CTA of every rank in ns (csrc/megamoe/cta/profile.cuh), a Chrome trace
 (JSON, for chrome://tracing or ui.perfetto.dev) and, if matplotlib is installed, a PNG. Prints when each mark is
-reached, in us since the rank's first CTA began: the median and the latest CTA. A mark varies by 1 to 3 us between
-launches. With several samples the CSV has all, the printed values are medians, and the picture shows the launch with
-the median time.
+reached, in us since the rank's first CTA began: the median and the latest CTA; and for a CTA's first tiles of each GEMM
+the median of each of their marks. A mark varies by 1 to 3 us between launches. With several samples the CSV has all,
+the printed values are medians, and the picture shows the launch with the median time.
 
 The variant with timestamps runs after warm-up calls, with a cold L2. A mark is that of the last warp that makes it, and
 of the last pass. Waits are sums over the launch: of load_a for rows and for h (backward: dgu), of one math thread for

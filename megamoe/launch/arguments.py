@@ -37,7 +37,7 @@ _CALL, _CALL_FIELDS = (
 _CALL_OFFSET = abi.Args.rows_in.offset
 assert all(getattr(abi.Args, n).offset == _CALL_OFFSET + 8 * i for i, n in enumerate(_CALL_FIELDS))
 DEFAULT_STEP_BLOCKS = 0  # 0: the kernel chooses, see csrc/megamoe/schedule/order.h
-PROFILE_SLOTS = 16  # int64 of a CTA, see csrc/megamoe/cta/profile.cuh
+PROFILE_SLOTS = 80  # int64 of a CTA, see csrc/megamoe/cta/profile.cuh
 
 
 @dataclass(frozen=True)

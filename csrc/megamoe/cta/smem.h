@@ -9,7 +9,9 @@
 namespace megamoe {
 
 constexpr int max_local_experts = 1024;
-constexpr int num_wait_marks = 3;  // cta/profile.cuh
+// Of cta/profile.cuh.
+constexpr int num_wait_marks = 3, num_marks = 24, num_tile_marks = 7;
+constexpr int num_marked_tiles = 8, num_profile_words = num_marks + num_marked_tiles * num_tile_marks;
 
 // A pass of backward whose pre-activations were not saved makes them again first, with the same plan.
 enum class Phase : int { data, recompute };
@@ -166,6 +168,8 @@ struct Smem {
     int32_t last_arrival[2];         // of either crew of the prologue
     uint32_t waits[num_wait_marks];  // cycles, of the variant with timestamps
     MeetSmem meet;
+    uint8_t tiles_begun[num_warps];  // by each warp, of that variant too
+    uint32_t tile_marks[num_marked_tiles][num_tile_marks];
 };
 
 // All shared memory of a CTA.

@@ -174,6 +174,7 @@ MEGAMOE_DEVICE void run_elementwise(const Context& ctx, const Tile& tile, Output
 template <class T, class Output>
 MEGAMOE_DEVICE void finish(Context& ctx, const Tile& tile, PipelineRing<T>& ring, Output& output,
                            Sums<T>& sum) {
+    Profile<T>::mark(ctx.smem, TileMark::multiplied);
     using E1 = typename T::Gemm1::Epilogue;
     using E2 = typename T::Gemm2::Epilogue;
     if constexpr (E1::elementwise && E2::elementwise) {

@@ -112,6 +112,7 @@ MEGAMOE_DEVICE void write_columns(E4m3RowsIn<Words>, Output& output, const float
 
 template <class T, class Output, int n>
 MEGAMOE_DEVICE void finish_wide(const Context& ctx, const Tile& tile, Output& output, float (&sum)[2][n]) {
+    Profile<T>::mark(ctx.smem, TileMark::multiplied);
     WideFragment f;
     scale_sums<T>(ctx, tile, sum);
     add_bias_wide<T>(ctx, tile, sum, f);

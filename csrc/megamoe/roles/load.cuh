@@ -48,12 +48,14 @@ MEGAMOE_DEVICE void load_a(Context& ctx, PipelineRing<T>& ring, TileRing& schedu
     Tiles<T> tiles(ctx, scheduled);
     Gradients<T> gradients;
     for (Tile tile = tiles.next(); tile.valid(); tile = tiles.next()) {
+        Profile<T>::begin_tile(ctx.smem);
         Profile<T>::timed(
             ctx.smem, tile.gemm == GemmId::gemm2 ? Mark::h_wait : Mark::rows_wait, [] { return true; },
             [&] {
                 A::ready(ctx, tile);
                 gradients.await(ctx, tile);
             });
+        Profile<T>::mark(ctx.smem, TileMark::rows_seen);
         A rows(ctx, tile);
         const float* scale = rows.scales(args, tile);
         int small = A::small_boxes(tile);
@@ -127,6 +129,8 @@ MEGAMOE_DEVICE void load_b(Context& ctx, PipelineRing<T>& ring, TileRing& schedu
         ring.acquire(ctx.mem, smem.pipeline);
         smem.tile[ring.slot()] = tile;
         if (!tile.valid()) break;
+        Profile<T>::begin_tile(ctx.smem);
+        Profile<T>::mark(ctx.smem, tile);
         if constexpr (can_meet<T>) {
             if (meeting.any()) keep_in_step(ctx, meeting, tile.slots);
         }
@@ -136,6 +140,7 @@ MEGAMOE_DEVICE void load_b(Context& ctx, PipelineRing<T>& ring, TileRing& schedu
             continue;
         }
         gradients.await(ctx, tile);
+        Profile<T>::mark(ctx.smem, TileMark::asked);
         B weights(ctx, tile);
         if constexpr (Forms<T>::in_rooms) {
             if (!is_weight_gradient(tile.gemm)) weights.expert = Forms<T>::place_of(ctx, tile);

@@ -87,12 +87,15 @@ MEGAMOE_DEVICE void math(Context& ctx, PipelineRing<T>& ring, OutputRing<T>& out
     OutputSlots<T> output{ctx, output_ring};
     bool is_first = true, is_data = true;  // of the profile alone
     for (;;) {
+        Profile<T>::mark(ctx.smem, TileMark::finished);
         await_slot<T>(ctx, ring);
         if (is_first) Profile<T>::mark(ctx.args, Mark::first_slot);
         is_first = false;
         begin_tile<T>(ring.slot());
         Tile tile = current_tile<T>();
         if (!tile.valid()) break;
+        Profile<T>::begin_tile(ctx.smem);
+        Profile<T>::mark(ctx.smem, TileMark::slot_seen);
         if (is_data && is_weight_gradient(tile.gemm)) {
             is_data = false;
             Profile<T>::mark(ctx.args, Mark::data_done);

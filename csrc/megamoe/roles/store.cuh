@@ -97,6 +97,7 @@ MEGAMOE_DEVICE void store(Context& ctx, OutputRing<T>& output, TileRing& schedul
     Tiles<T> tiles(ctx, scheduled);
     Gemm1Stored<T> stored(ctx);
     for (Tile tile = tiles.next(); tile.valid(); tile = tiles.next()) {
+        Profile<T>::begin_tile(ctx.smem);
         // This is said before this tile, because its loaders may wait for it, and also after units of gemm1
         // that hold no tile.
         if (tile.gemm != GemmId::gemm1) stored.look(ctx, tile.gemm1_done != 0);
@@ -131,6 +132,7 @@ MEGAMOE_DEVICE void store(Context& ctx, OutputRing<T>& output, TileRing& schedul
             HReady::publish(ctx.mem, gemm_of<T>(args, GemmId::gemm1).done + tile.block);  // a room too
         if (tile.gemm == GemmId::gemm2)
             YRowsReady::publish(ctx.mem, gemm_of<T>(args, GemmId::gemm2).done + tile.block);
+        Profile<T>::mark(ctx.smem, TileMark::published);
     }
     stored.look(ctx, true);
     // No edge says that these tiles are there: the next phase reads them, or the next launch.

@@ -231,9 +231,11 @@ MEGAMOE_DEVICE bool dispatch(Context& ctx) {
                 if (arch::ballot(ok) != ~0u) return false;
                 arch::warp_sync();
                 staged |= 1u << home;
+                Profile<T>::mark(args, Mark::x_seen);
             }
             if (!Forms<T>::finished(ctx)) Forms<T>::next(ctx);  // tiles wait for both
             pull_token<T>(ctx, ordered, slice);
+            Profile<T>::mark(args, Mark::pulled);
             return true;
         },
         [&](int row) { fill_zero_row<T>(ctx, row); });

@@ -226,6 +226,7 @@ MEGAMOE_DEVICE void plan_pass(Context& ctx, PassStart start) {
     }
     if (leads) ctx.smem.row_batches_taken = ctx.smem.token_batches_taken = 0;
     transport_sync();
+    Profile<T>::mark(ctx.args, Mark::drafted);
     if (plan.num_blocks != 0) {
         write_block_table<T>(ctx, begin, plan.chunk_end, can_meet<T> && plan.meets != 0);
         assign_rows<T>(ctx, begin, plan.chunk_end);
@@ -238,6 +239,7 @@ MEGAMOE_DEVICE void plan_pass(Context& ctx, PassStart start) {
         }
     }
     arch::fence_proxy_async_shared();
+    Profile<T>::mark(ctx.args, Mark::tabled);
     wait_for_grid(ctx, leads);
     if (leads && pair_member() == 0) {
         if (ctx.mem.aborted())

@@ -39,6 +39,7 @@ class Reducer {
             if (s.closers == 0) s.row = -1;
         }
         if (!blocks_done(ctx, num_tiles)) return false;
+        Profile<T>::mark(ctx.args, Mark::y_rows_seen);
         set_partial(ctx, route_token(arch::shfl(s.route, arch::ffs0(s.closers))));
         return true;
     }

@@ -144,6 +144,7 @@ MEGAMOE_DEVICE void grid_sync(Context& ctx) {
     crew_sync();
 }
 
+template <class T>
 MEGAMOE_DEVICE void count_and_scan(Context& ctx) {
     MEGAMOE_UNROLL_BY(1)
     for (int step = 0; step < 2; ++step) {
@@ -153,6 +154,7 @@ MEGAMOE_DEVICE void count_and_scan(Context& ctx) {
             scan_routes(ctx);
         }
         grid_sync(ctx);
+        if (step == 0) Profile<T>::mark(ctx.args, Mark::counted);
     }
 }
 
@@ -203,9 +205,11 @@ struct ExchangedRoutes {
     template <class T>
     static MEGAMOE_DEVICE void route(Context& ctx) {
         stage_routes(ctx, own_tokens<T>(ctx.args));
+        Profile<T>::mark(ctx.args, Mark::ids_staged);
         await_routes<T>(ctx);
+        Profile<T>::mark(ctx.args, Mark::routes_seen);
         T::State::template begin<T>(ctx);
-        count_and_scan(ctx);
+        count_and_scan<T>(ctx);
     }
 };
 // The routes are those of the forward launch whose state this one was given.

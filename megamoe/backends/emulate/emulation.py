@@ -42,7 +42,7 @@ class Emulation:
 
     problem: of any rank. num_ctas: of each rank, even. pool_rows: of every rank (None: the default of each).
     join_ns, peers_ns: see arguments.Place; emulated time. profile: the variants with timestamps; `profiles` has the
-    marks of the last launch, [num_ctas, 16] int64 by rank, in emulated ns.
+    marks of the last launch, [num_ctas, 80] int64 by rank, in emulated ns.
 
     All calls take sequences with one entry a rank. seed: of the order in which fibers run and copies land; 0 is round
     robin. layer: which of the window's, see arguments.Place.

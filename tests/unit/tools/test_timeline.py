@@ -8,7 +8,7 @@ import pytest
 from programs import tool
 
 from bench import timeline as module
-from bench.timeline import mark_names
+from bench.timeline import columns
 from megamoe.backends.emulate.emulation import Emulation
 
 
@@ -75,7 +75,7 @@ def test_a_launch_is_shown(timeline, direction, tmp_path, capsys):
 
 
 def recorded(path, *ctas):
-    names = mark_names()
+    names = columns()
     with path.open("w", newline="") as file:
         file.write("# recorded\n")
         writer = csv.writer(file)
@@ -109,6 +109,21 @@ def test_recorded_marks_are_us_since_the_first_cta_began(timeline, tmp_path, cap
     assert (tmp_path / "timeline.png").stat().st_size > 1_000
 
 
+def test_first_tiles_of_each_gemm(timeline, tmp_path, capsys):
+    """A tile of gemm1, one that is loaded for the partner alone, and one of gemm2: what word is in profile.cuh."""
+    times = {"asked": 2_000, "rows_seen": 3_500, "slot_seen": 4_000, "multiplied": 5_000}
+    times |= {"finished": 5_500, "published": 6_000}
+    words = {f"tile{i}_{name}": times[name] + 100 * i for i in range(3) for name in times}
+    whats = {"tile0_what": 8 << 8, "tile2_what": 8 << 8 | 1}
+    recorded(tmp_path / "marks.csv", WHOLE | words | whats, WHOLE)
+    assert timeline("--marks", tmp_path / "marks.csv", "--out", tmp_path) == 0
+    found = [line.split()[1:] for line in capsys.readouterr().out.splitlines() if " gemm" in line]
+    assert found == [
+        ["gemm1", "0", "1", "1.00", "2.50", "3.00", "4.00", "4.50", "5.00"],
+        ["gemm2", "0", "1", "1.20", "2.70", "3.20", "4.20", "4.70", "5.20"],
+    ]
+
+
 def test_the_clock_of_rows_and_weights(timeline, tmp_path, capsys):
     """A phase that draws more power shows as a lower clock, not as more cycles."""
     recorded(tmp_path / "marks.csv", WHOLE | {"data_done": 5_000, "clock_data": 10_000})
@@ -125,7 +140,7 @@ def test_of_several_launches_the_median_one_is_shown(timeline, tmp_path, capsys)
             n: t + us * 1_000 * (n in ("math_done", "combined", "end")) for n, t in WHOLE.items()
         }
 
-    names = mark_names()
+    names = columns()
     launches = [(shifted(4), shifted(9)), (shifted(1),), (shifted(3), shifted(6))]
     with (tmp_path / "marks.csv").open("w", newline="") as file:
         file.write("# recorded\n")
@@ -163,5 +178,5 @@ def test_what_cannot_be_shown_is_named(timeline, tmp_path, capsys):
         timeline(*show, "--cta", 3)
     text = (tmp_path / "marks.csv").read_text().splitlines()
     (tmp_path / "marks.csv").write_text("\n".join([*text[:-1], text[-1] + ",7"]) + "\n")
-    with pytest.raises(SystemExit, match="17 marks of a CTA, expected 16: clock_start"):
+    with pytest.raises(SystemExit, match="81 marks of a CTA, expected 80: clock_start"):
         timeline(*show)
