@@ -18,7 +18,12 @@ ACTIVATIONS = {
 
 
 # -> its layer type: precision, activation, tile
-KERNELS = {"forward": "ForwardLayer", "train": "TrainLayer", "backward": "BackwardLayer"}
+KERNELS = {
+    "forward": "ForwardLayer",
+    "train": "TrainLayer",
+    "backward": "BackwardLayer",
+    "few": "FewLayer",
+}
 TILE = "Tile128x256"  # of csrc/megamoe/schedule/tile_shape.h
 
 QUANTIZE = "quantize-weights"  # the other kernels, of jit/quantize.py
@@ -72,6 +77,8 @@ class Variant:
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS or PRECISIONS[self.precision].cpp is None:
             raise ConfigError("precision", repr(self.precision), "one that has a kernel")
+        if self.kernel == "few" and self.precision != "fp8":
+            raise ConfigError("precision", repr(self.precision), "'fp8', for few tokens")
         if self.kernel != "forward" and not PRECISIONS[self.precision].trains:
             raise ConfigError(
                 "precision", repr(self.precision), f"{' or '.join(TRAINED)}, to train"
@@ -106,7 +113,9 @@ class Variant:
     @property
     def launch(self) -> str:
         """Which of abi.LAUNCHES it takes."""
-        return "packed" if self.expands(self.precision, self.kernel) else self.kernel
+        if self.expands(self.precision, self.kernel):
+            return "packed"
+        return "forward" if self.kernel == "few" else self.kernel
 
     def __str__(self) -> str:
         prefix = "" if self.kernel == "forward" else f"{self.kernel}-"
@@ -118,6 +127,7 @@ class Variant:
         """Render the translation unit; the emulator compiles the same text."""
         tile = f"{TILE}, true" if self.panels else TILE
         tile += ", E4m3Operands" * (self.weight_gradients == "e4m3")
+        body = "few" if self.kernel == "few" else "two_gemm"
         return f"""\
 #include "megamoe/kernels/{self.kernel}.cuh"
 
@@ -128,7 +138,7 @@ struct Traits
 }};
 }}  // namespace megamoe
 
-MEGAMOE_KERNEL({self.entry}, megamoe::two_gemm, megamoe::Traits)
+MEGAMOE_KERNEL({self.entry}, megamoe::{body}, megamoe::Traits)
 """
 
 
@@ -140,6 +150,7 @@ def variants(profile: bool = False) -> list[Variant]:
         Variant(precision, activation, profile, kernel, panels, products)
         for kernel, precision, activation in made
         if kernel == "forward" or precision in TRAINED
+        if kernel != "few"  # for developers: compiled where a layer has the option
         for panels in ((False, True) if Variant.expands(precision, kernel) else (False,))
         for products in Variant._products(precision, kernel)
     ]

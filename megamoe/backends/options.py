@@ -36,6 +36,7 @@ class Options:
         step_blocks: for developers: blocks of a step of the schedule
         num_ctas: for developers: CTAs of a launch
         rounding: for developers: where the reference rounds
+        few: for developers: a kernel of its own for up to 64 tokens of one rank, FP8
     """
 
     routed_scaling_factor: float = 1.0
@@ -58,6 +59,7 @@ class Options:
     step_blocks: Any = None
     num_ctas: Any = None
     rounding: Any = None
+    few: Any = None
 
     @staticmethod
     def of(options: Options | None, given: Mapping[str, Any]) -> Options:

@@ -25,9 +25,11 @@ class Statistics:
 
     @staticmethod
     def of_last(found: Statistics | None) -> Statistics:
-        """Return `found`. Raise MegaMoEError if there was no call yet."""
+        """Return `found`. Raise MegaMoEError if there was no call yet, or none that counts."""
         if found is None:
-            raise MegaMoEError("statistics() needs a call of the layer before it")
+            raise MegaMoEError(
+                "statistics() needs a call of the layer before it; with few=True, of more than 64 tokens"
+            )
         return found
 
     @classmethod

@@ -90,6 +90,18 @@ def check_window(problem: Problem) -> None:
         raise ConfigError(reason)
 
 
+def check_few(problem: Problem) -> None:
+    """Raise ConfigError where the kernel for few tokens cannot run: its h has half a block per expert, in x_pool."""
+    p = problem
+    for expected, holds in {
+        "one rank": p.ep_size == 1,
+        "precision 'fp8'": p.precision == "fp8",
+        "intermediate <= 2 * hidden": p.intermediate <= 2 * p.hidden,
+    }.items():
+        if not holds:
+            raise ConfigError("few", True, f"None without {expected}")
+
+
 def window_regions(problem: Problem) -> dict[str, Region]:
     """Return the regions of one rank's window. They depend on nothing that differs between ranks.
 
@@ -123,8 +135,9 @@ def _window(p: Problem) -> Iterator[_Spec]:
 
 # A block's number, shifted by 8, has to fit int32: csrc/megamoe/rows/plan.cuh
 MAX_POOL_ROWS = (1 << 30) - BLOCK_ROWS
+FEW_TOKENS = 64  # max_few_tokens of csrc/megamoe/cta/smem.h
 
-# Cells that must be zero when no launch is in flight; a reset zeroes them.
+# Cells that must be zero when no launch is in flight.
 WORKSPACE_CONTROL = (
     "epoch",
     "ids_ticket",
@@ -136,6 +149,10 @@ WORKSPACE_CONTROL = (
     "joined",
     "members",
 )
+
+
+DONE = ("gemm1_done", "gemm2_done")
+WORKSPACE_RESET = WORKSPACE_CONTROL + DONE
 
 
 def max_chunks(problem: Problem) -> int:
@@ -171,8 +188,9 @@ def _workspace(p: Problem, rows: int) -> Iterator[_Spec]:
     yield "block_table", (blocks, 2), torch.int32
     yield "rows_ready", (blocks,), torch.int32
     yield "came", (blocks, meetings.units_of_block(p)), torch.int32
-    yield "gemm1_done", (blocks,), torch.int32
-    yield "gemm2_done", (blocks,), torch.int32
+    # Of blocks and, behind them, of experts, which launches of few tokens leave zeros.
+    for cell in DONE:
+        yield cell, (blocks + p.num_local_experts(p.rank),), torch.int32
     yield "x_pool", (rows, x.width(p.hidden)), x.dtype
     if x.scaled:
         yield "x_pool_scale", x.scale_shape(rows, p.hidden)[::-1], torch.float32

@@ -253,7 +253,7 @@ class Window:
             for name in layout.WINDOW_CONTROL:
                 self.regions[name].view(self.memory).zero_()
             for made, regions, cells in (
-                (self._workspaces, layout.workspace_regions, layout.WORKSPACE_CONTROL),
+                (self._workspaces, layout.workspace_regions, layout.WORKSPACE_RESET),
                 (self._backward_workspaces, layout.backward_regions, layout.BACKWARD_CONTROL),
             ):
                 for (problem, rows, _), memory in made.items():

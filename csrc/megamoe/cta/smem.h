@@ -66,13 +66,13 @@ struct alignas(1024) TileSmem {
         uint8_t b[2][S::half_columns * slot_k_bytes];
     };
     PipelineSlot slots[S::num_slots];
-    alignas(1024) uint8_t output[num_math_warpgroups][S::num_output_slots][box_bytes];
+    alignas(1024) uint8_t output[num_math_warpgroups][S::num_output_slots][S::output_bytes];
     alignas(16) float a_scale[S::num_slots][S::rows];  // destination of bulk copies
     float b_scale[S::num_slots][2];                    // of either half
     int32_t input_slot[S::num_output_slots];           // of the pipeline, that stands in for an output slot
     Tile tile[S::num_slots];                           // that begins in a slot: load_b tells the math warps
     Tile math_tile[num_math_warpgroups * 4];  // each math warp's copy: its registers are full of sums
-    Slots<S::num_slots, PairBarrier> pipeline;
+    Slots<S::num_slots, typename EmptyBarrier<S::paired>::Type> pipeline;
     Slots<S::num_output_slots, uint64_t> outputs[num_math_warpgroups];
     typename S::Forms::template Smem<S::num_slots> forms;
 };
@@ -116,6 +116,23 @@ struct StashedTable {
     int32_t entry[max_stashed_entries];
 };
 
+// A launch of few tokens (rows/few.cuh). Its warp `deal` leaves here what it has found in the ids, and tiles
+// on their way to the warps that load, gather and store.
+constexpr int max_few_tokens = 64;  // rows of an expert, too
+constexpr int few_block_rows = 32, num_dealt = 4;
+using DealtRing = Ring<num_dealt>;
+struct FewSmem {
+    int16_t ids[max_top_k][max_few_tokens];  // local expert, or -1
+    uint8_t touched[max_local_experts];
+    uint16_t experts[max_local_experts];  // those with rows, ascending
+    struct Dealt {
+        Tile tile;
+        int32_t is_last;  // of its unit, which has more than one where rows do not fit into one
+        uint8_t tokens[few_block_rows];  // whose rows it has
+    } dealt[num_dealt];
+    Slots<num_dealt, uint64_t> slots;
+};
+
 // Where pairs meet before a tile, packed: a cell of args.meet.came << 8 | pairs; 0: nowhere.
 struct PlacedMeeting {
     int packed;
@@ -154,6 +171,7 @@ struct Smem {
         MoverSmem movers;
         GroupedSmem experts;
         StashedTable kept;
+        FewSmem few;
     };
     int32_t row_batches_taken, token_batches_taken;  // by the movers of this CTA, in this pass
     PassPlan draft;                                  // this CTA's own; of a pair, CTA 0's is what both run

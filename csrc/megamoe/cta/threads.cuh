@@ -17,6 +17,8 @@ MEGAMOE_DEVICE int inclusive_sum(int own) {
     return own;
 }
 
+MEGAMOE_DEVICE void cta_sync() { arch::named_sync(0, num_threads); }
+
 MEGAMOE_DEVICE int crew() { return arch::warp_idx() / crew_warps; }
 MEGAMOE_DEVICE int crew_warp() { return arch::warp_idx() % crew_warps; }
 MEGAMOE_DEVICE int crew_thread() { return arch::thread_idx() % crew_threads; }

@@ -30,6 +30,11 @@ struct Mbarriers {
         arch::mbar_arrive_cluster(&bar.bits, 1);
     }
     MEGAMOE_DEVICE void arrive(TakenBarrier& bar) const { arch::mbar_arrive_cluster(&bar.bits, 0); }
+    MEGAMOE_DEVICE void wait(WarpBarrier& bar, uint32_t parity) const { wait(bar.bits, parity); }
+    // The warp arrives once.
+    MEGAMOE_DEVICE void arrive(WarpBarrier& bar) const {
+        if (arch::lane_idx() == 0) arch::mbar_arrive(&bar.bits);
+    }
     // The warp arrives once at the barrier of each CTA.
     MEGAMOE_DEVICE void arrive(PairBarrier& bar) const {
         if (arch::lane_idx() < 2) arch::mbar_arrive_at(&bar.bits, arch::lane_idx());

@@ -22,6 +22,10 @@ namespace megamoe {
 struct PairBarrier {
     uint64_t bits;
 };
+// The same of one CTA alone.
+struct WarpBarrier {
+    uint64_t bits;
+};
 // From one thread of the pair's CTA 0 to threads of both CTAs. It arrives at the ScheduledBarrier of both,
 // and what it wrote in both CTAs before is visible behind a wait. They all arrive at the TakenBarrier of CTA
 // 0.
@@ -30,6 +34,14 @@ struct ScheduledBarrier {
 };
 struct TakenBarrier {
     uint64_t bits;
+};
+template <bool paired>
+struct EmptyBarrier {
+    using Type = PairBarrier;
+};
+template <>
+struct EmptyBarrier<false> {
+    using Type = WarpBarrier;
 };
 template <int slots, class Empty, class Full = uint64_t>
 struct Slots {

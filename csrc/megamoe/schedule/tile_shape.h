@@ -14,15 +14,19 @@ constexpr int small_box_bytes = small_box_rows * slot_k_bytes;
 
 struct OneForm;  // gemm/forms.cuh
 
-template <int rows_, int half_columns_, int num_slots_, int num_output_slots_, class Forms_ = OneForm>
+// paired: pairs of CTAs share operands, so that a pipeline slot is free when both have used it.
+template <int rows_, int half_columns_, int num_slots_, int num_output_slots_, class Forms_ = OneForm,
+          bool paired_ = true>
 struct TileShape {
     static constexpr int rows = rows_;                  // of a block
     static constexpr int half_columns = half_columns_;  // one accumulator, one group of scales
     static constexpr int columns = 2 * half_columns;
     static constexpr int num_slots = num_slots_;                // of the pipeline
     static constexpr int num_output_slots = num_output_slots_;  // of a warpgroup, a box each
-    using Forms = Forms_;                                       // how weights get from slots to MMAs
-    static constexpr int sums = half_columns / 2;               // of a half, in a thread
+    static constexpr int output_bytes = min_of(rows, warpgroup_rows) * slot_k_bytes;
+    static constexpr bool paired = paired_;
+    using Forms = Forms_;                          // how weights get from slots to MMAs
+    static constexpr int sums = half_columns / 2;  // of a half, in a thread
 };
 
 using Tile128x256 = TileShape<128, 128, 3, 4>;

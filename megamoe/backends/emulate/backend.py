@@ -36,9 +36,11 @@ class EmulateBackend(Gathered):
         num_ctas: int = DEFAULT_CTAS,
         pool_rows: int | None = None,
         weight_gradients: str = "bf16",
+        few: bool = False,
     ) -> None:
         layout.check_window(problem)
         super().__init__(problem, group)
+        self._few = few
         self._options: dict[str, Any] = {
             "num_ctas": num_ctas,
             "pool_rows": pool_rows,
@@ -70,13 +72,16 @@ class EmulateBackend(Gathered):
     def forward(self, call: Call, keep: bool = False) -> tuple[Tensor, Tensor | None]:
         """Return y [T, H] bf16, and the state [state_bytes] uint8. Collective."""
 
+        few = self._few and not keep and len(call.topk_ids) <= layout.FEW_TOKENS
+
         def run(calls: list[Call]) -> list[Any]:
             results: list[tuple[Tensor, Tensor | None]]
             if keep:
                 results = list(zip(*self.emulation.train_all(calls), strict=True))
             else:
-                results = [(y, None) for y in self.emulation.forward_all(calls)]
-            found = [self.emulation.statistics(rank) for rank in range(len(calls))]
+                kind = "few" if few else "forward"
+                results = [(y, None) for y in self.emulation.forward_all(calls, kind=kind)]
+            found = [None if few else self.emulation.statistics(r) for r in range(len(calls))]
             return list(zip(results, found, strict=True))
 
         device = call.x.device
@@ -84,7 +89,7 @@ class EmulateBackend(Gathered):
         (y, state), found = self._run(
             run, RECORDED * keep, call._replace(out=None, known=None, state=None)
         )
-        self._statistics = Statistics(*(t.to(device) for t in vars(found).values()))
+        self._statistics = found and Statistics(*(t.to(device) for t in vars(found).values()))
         y, state = y.to(device), None if state is None else state.to(device)
         return y if call.out is None else call.out.copy_(y), state
 

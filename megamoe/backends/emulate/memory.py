@@ -81,7 +81,7 @@ class Rank:
     def reset(self) -> None:
         for regions, names, memory in (
             (self.plan.window, layout.WINDOW_CONTROL, self.window),
-            (self.plan.workspace, layout.WORKSPACE_CONTROL, self.workspace),
+            (self.plan.workspace, layout.WORKSPACE_RESET, self.workspace),
         ):
             for name in names:
                 regions[name].view(memory).zero_()

@@ -81,8 +81,9 @@ class MegaBackend(Backend):
     never results. reserve_sms: SMs left to others; None: see sm_share.py. timeout_s: longest wait in a
     launch. step_blocks: length of a step of the tile order (csrc/megamoe/schedule/order.h), None: automatic.
     pdl: programmatic dependent launch. profile: in-kernel timestamps, see clock_ghz(). weight_gradients: what backward
-    multiplies for them, "bf16" or, in FP8, "e4m3". agreed: what each rank stated,
-    where the ranks have compared that and the problem; None: they do so now.
+    multiplies for them, "bf16" or, in FP8, "e4m3". few: a kernel of its own for forwards of up to 64 tokens that save
+    nothing, which leaves no statistics(). agreed: what each rank stated, where the ranks have compared that and the
+    problem; None: they do so now.
 
     A CUDA graph may capture forward() after prepare(). Replays of one window's graphs and other calls of that window
     must be ordered by the user's streams.
@@ -102,6 +103,7 @@ class MegaBackend(Backend):
         step_blocks: int | None = None,
         device: torch.device | str | None = None,
         weight_gradients: str = "bf16",
+        few: bool = False,
         agreed: Mapping[int, Stated] | None = None,
     ) -> None:
         from megamoe.jit.driver import device_attribute
@@ -148,6 +150,7 @@ class MegaBackend(Backend):
             pdl=pdl,
             step_blocks=step_blocks,
             profile=self.profile,
+            few=few,
         )
         self._forward: Forward | None = None
         self._training: Training | None = None
@@ -281,6 +284,8 @@ class MegaBackend(Backend):
             raise MegaMoEError(
                 "statistics() describes the last call of a window, which was another layer's, or there was none"
             )
+        if kernel == "few":
+            Statistics.of_last(None)
         routes = self.plan.window["window_routes"].view(self.window.memory)
         return routes, self._tables(kernel)["chunk_prefix"]
 

@@ -37,6 +37,7 @@ from megamoe.launch.arguments import (
     fill_weights,
 )
 from megamoe.launch.launches import allocator, launch_lock, launch_order, on_device
+from megamoe.launch.layout import FEW_TOKENS
 from megamoe.launch.training import (
     fill_backward,
     fill_backward_call,
@@ -86,6 +87,7 @@ class LayerKernels:
     pdl: bool
     step_blocks: int | None  # None: the default of arguments.py
     profile: Tensor | None  # [grid, PROFILE_SLOTS] int64
+    few: bool  # forwards of at most FEW_TOKENS tokens have a kernel of their own
 
     def load(self, variant: Variant, beside: Any = None) -> Any:
         """Compile or load one kernel; return its Launcher, whose argument block is filled so far.
@@ -100,8 +102,8 @@ class LayerKernels:
             kernel = load_kernel(variant, device.index or 0)
             kernel.check_resident(self.grid)
             args = self._arguments(variant.launch) if beside is None else beside.argument
-            # A cooperative launch would have all CTAs or none.
-            cooperative = self.patience_ns[0] == 0
+            # A cooperative launch has all CTAs or none. Others have a door, except of few tokens.
+            cooperative = self.patience_ns[0] == 0 or variant.kernel == "few"
             return Launcher(kernel, self.grid, args, cooperative=cooperative, pdl=self.pdl)
 
     def build(self, *variants: Variant) -> None:
@@ -112,14 +114,17 @@ class LayerKernels:
 
     def load_forward(self, variant: Variant) -> Callable[[int], Any]:
         """Do what load() does; return a function: tokens of a call -> its Launcher. They share an argument block."""
-        if "panels" not in self.plan.workspace:
+        if self.few:
+            larger, least = variant, FEW_TOKENS + 1
+            variant = replace(variant, kernel="few")
+        elif "panels" in self.plan.workspace:
+            larger, least = replace(variant, panels=True), panels.least_tokens(self.plan.problem)
+        else:
             few = self.load(variant)
             return lambda _: few
-        expanding = replace(variant, panels=True)
-        self.build(variant, expanding)
+        self.build(variant, larger)
         few = self.load(variant)
-        many = self.load(expanding, few)
-        least = panels.least_tokens(self.plan.problem)
+        many = self.load(larger, few)
         return lambda tokens: many if tokens >= least else few
 
     def _arguments(self, launch: str) -> Any:
@@ -231,6 +236,7 @@ class Forward(Launch):
     def __init__(self, kernels: LayerKernels, variant: Variant) -> None:
         self._launcher_of = kernels.load_forward(variant)
         super().__init__(kernels, "forward", self._launcher_of(0))
+        self._has_few = kernels.few
         self._make_y: Callable[[], Tensor]
 
     def __call__(self, call: Call) -> Tensor:
@@ -241,6 +247,8 @@ class Forward(Launch):
                 self.argument.num_tokens = tokens = x.shape[0]
                 self.argument.ids_are_int64 = call.topk_ids.dtype == torch.int64
                 self.launcher = self._launcher_of(tokens)
+                kind = "few" if self._has_few and tokens <= FEW_TOKENS else "forward"
+                self._launched = self._launched[0], kind
                 shape, strides = (tokens, self.problem.hidden), (self.problem.hidden, 1)
                 self._make_y = partial(self._empty, shape, strides, torch.bfloat16)
             y = self._make_y() if call.out is None else call.out

@@ -204,6 +204,32 @@ def test_calls_of_many_tokens_take_the_kernel_with_panels(monkeypatch):
     assert sorted(built) == both  # at the same time; what is alone is compiled where it is loaded
 
 
+def test_calls_of_few_tokens_take_their_kernel_with_the_option(monkeypatch):
+    """Over the argument block of the other one. It leaves no statistics, not even older ones."""
+    problem = Problem(288, 160, 7, 3, max_tokens=70, precision="fp8")
+    kernels, loaded = {name: kernel() for name in ("few-fp8-swiglu", "fp8-swiglu")}, []
+    monkeypatch.setattr(module, "compile_variant", lambda variant: None)
+
+    def load(variant, device):
+        loaded.append(str(variant))
+        return kernels[str(variant)]
+
+    monkeypatch.setattr(module, "load_kernel", load)
+    backend, made = backend_of(problem, few=True), weights_of(problem)
+    for tokens, name in ((65, "fp8-swiglu"), (64, "few-fp8-swiglu"), (70, "fp8-swiglu")):
+        x, ids = torch.zeros(tokens, 288, dtype=torch.bfloat16), torch.zeros(tokens, 3).long()
+        forward(backend, x, ids, torch.zeros(tokens, 3), made)
+        assert argument().num_tokens == tokens
+        assert backend._forward.launcher.kernel is kernels[name]
+        if name != "fp8-swiglu":
+            with pytest.raises(MegaMoEError, match="with few=True, of more than 64 tokens"):
+                backend.statistics()
+        else:
+            backend.statistics()
+    assert loaded == [*kernels]
+    backend.close()
+
+
 def test_weights_that_move_are_followed(weights):
     backend = backend_of()
 

@@ -1,0 +1,160 @@
+// The layer of forward.cuh for few tokens of one rank: at most 64, and no plan. Tiles have up to 32 rows, in
+// the wide form; pairs of CTAs share nothing. rows/few.cuh has the rows' way, and what CTAs wait for.
+//
+//   warp 1      load_b: asks for weights as soon as it knows a tile
+//   warp 2      scatter: finished rows to memory
+//   warp 3      deal: tiles from the ids
+//   warps 4-7   gather: rows of A into slots, then reduce
+//   warps 8-15  math, then reduce
+#pragma once
+#include "megamoe/kernels/forward.cuh"
+#include "megamoe/rows/few.cuh"
+
+namespace megamoe {
+
+template <class P, class Activation, class S>
+struct FewLayer : ForwardLayer<P, Activation, S> {
+    // Five slots of 32 KB of weights and 4 KB of rows.
+    using Tiling = TileShape<few_block_rows, S::half_columns, 5, 2, TallOrWide, false>;
+};
+
+template <class T>
+MEGAMOE_DEVICE void init_few_barriers(Context& ctx) {
+    static_assert(sizeof(CtaSmem<typename T::Tiling>) <= max_smem_bytes, "more than a CTA can have");
+    auto& smem = tile_smem<T>();
+    FewSmem& few = ctx.smem.few;
+    if (arch::thread_idx() == 0) {
+        for (int s = 0; s < T::Tiling::num_slots; ++s) {
+            arch::mbar_init(&smem.pipeline.full[s], 2);  // load_b and a warp of gather
+            arch::mbar_init(&smem.pipeline.empty[s].bits, math_role.num_warps);
+        }
+        for (int s = 0; s < T::Tiling::num_output_slots; ++s) {
+            arch::mbar_init(&smem.outputs[0].full[s], math_role.num_warps * 32);
+            arch::mbar_init(&smem.outputs[0].empty[s], 1);
+        }
+        for (int s = 0; s < num_dealt; ++s) {
+            arch::mbar_init(&few.slots.full[s], 1);
+            arch::mbar_init(&few.slots.empty[s], 2 + num_transport_warps);  // load_b, scatter, gather
+        }
+        arch::mbar_fence_init();
+    }
+    cta_sync();
+}
+
+template <class T>
+MEGAMOE_DEVICE void load_few_weights(Context& ctx) {
+    using Scales = typename T::Gemm1::B::Scales;
+    FewSmem& few = ctx.smem.few;
+    auto& smem = tile_smem<T>();
+    PipelineRing<T> ring;
+    DealtRing dealt;
+    for (;;) {
+        dealt.await(ctx.mem, few.slots);
+        Tile tile = few.dealt[dealt.slot()].tile;
+        dealt.release(ctx.mem, few.slots);
+        dealt.advance();
+        ring.acquire(ctx.mem, smem.pipeline);
+        smem.tile[ring.slot()] = tile;
+        if (!tile.valid()) break;
+        Profile<T>::begin_tile(ctx.smem);
+        Profile<T>::mark(ctx.smem, tile);
+        Profile<T>::mark(ctx.smem, TileMark::asked);
+        WeightsOperand<T> weights(ctx, tile);
+        Scales scales = weights.template scales<Scales>(ctx.args, tile);
+        load_weights<T>(ctx, ring, tile, Sharing<false>{}, weights, scales, Shape<T>::b_scaled(tile.gemm));
+    }
+    ring.commit(ctx.mem, smem.pipeline);
+}
+
+// All math threads' side of the output slots, each of which has a box for either warpgroup.
+template <class T>
+struct FewOutput {
+    Context& ctx;
+    OutputRing<T> ring;
+    struct Common {
+        uint8_t *slot, *beside;
+    };
+    MEGAMOE_DEVICE Common claim_common(int box) {
+        auto& smem = tile_smem<T>();
+        ring.acquire(ctx.mem, smem.outputs[0]);
+        return {smem.output[box][ring.slot()], smem.output[1 - box][ring.slot()]};
+    }
+    MEGAMOE_DEVICE void hand_over_common(int) {
+        ring.commit(ctx.mem, tile_smem<T>().outputs[0]);
+        ring.advance();
+    }
+};
+
+template <class T>
+MEGAMOE_DEVICE void multiply_few(Context& ctx) {
+    PipelineRing<T> ring;
+    FewOutput<T> output{ctx};
+    for (bool is_first = true;; is_first = false) {
+        Profile<T>::mark(ctx.smem, TileMark::finished);
+        await_slot<T>(ctx, ring);
+        if (is_first) Profile<T>::mark(ctx.args, Mark::first_slot);
+        begin_tile<T>(ring.slot());
+        Tile tile = current_tile<T>();
+        if (!tile.valid()) break;
+        Profile<T>::begin_tile(ctx.smem);
+        Profile<T>::mark(ctx.smem, TileMark::slot_seen);
+        Forms<T>::run_wide(ctx, ring, output, tile);
+    }
+    Profile<T>::mark(ctx.args, Mark::math_done);
+}
+
+// The last CTA out leaves the counters as it has found them. In a poisoned launch y becomes NaN.
+template <class T>
+MEGAMOE_DEVICE void leave_few(Context& ctx) {
+    const Args& args = ctx.args;
+    cta_sync();
+    if (arch::warp_idx() != first_transport_warp) return;
+    int last = 0;
+    if (arch::lane_idx() == 0)
+        last = LastArrival::arrive(ctx.mem, args.exit_ticket, arch::grid_dim()) ? 1 : 0;
+    if (arch::shfl(last, 0) == 0) return;
+    MEGAMOE_UNROLL_BY(1)
+    for (int e = arch::lane_idx(); e < args.num_local_experts; e += 32) {
+        *few_done<T>(args, GemmId::gemm1, e) = 0;
+        *few_done<T>(args, GemmId::gemm2, e) = 0;
+    }
+    if (arch::lane_idx() != 0) return;
+    if (ctx.mem.aborted()) lose_y<T>(ctx);
+    ctx.mem.store(args.epoch, ctx.epoch(), Order::release, Scope::gpu);
+}
+
+template <class T>
+MEGAMOE_DEVICE void few(const Args& args) {
+    Smem& smem = cta_smem<T>().common;
+    Context ctx{args, smem, cta_smem<T>().routing, Memory(args)};
+    arch::wait_for_previous_grid();
+    if (arch::thread_idx() == 0) {
+        smem.epoch = ctx.mem.load(args.epoch, Order::relaxed, Scope::gpu) + 1;
+        smem.cta = arch::block_idx();
+        smem.num_ctas = arch::grid_dim();
+    }
+    Profile<T>::begin(args, smem);
+    init_few_barriers<T>(ctx);
+    int warp = arch::warp_idx();
+    if (warp >= first_math_warp) {
+        multiply_few<T>(ctx);
+    } else if (warp >= first_transport_warp) {
+        gather<T>(ctx);
+        Profile<T>::mark(args, Mark::dispatched);
+    } else if (warp == load_b_role.first_warp) {
+        if (arch::lane_idx() == 0) load_few_weights<T>(ctx);
+    } else if (warp == store_role.first_warp) {
+        scatter<T>(ctx);
+    } else if (warp == scheduler_role.first_warp) {
+        deal<T>(ctx);
+    }
+    arch::warp_sync();
+    if (warp >= first_transport_warp) {
+        reduce_few<T>(ctx);
+        Profile<T>::mark(args, Mark::combined);
+    }
+    leave_few<T>(ctx);
+    Profile<T>::end(args, smem);
+}
+
+}  // namespace megamoe

@@ -1,0 +1,380 @@
+// Few tokens of one rank, without a pool: every CTA finds its tiles from the ids alone. The row of a (token,
+// expert) stands where expert and token say, so nobody counts, scans or plans, and no CTA waits for all
+// others.
+//
+//   h        expert * 64 + i, for the i-th token of the expert, in the place of x_pool
+//   y_rows   expert * 64 + token
+//
+// deal finds tiles, gather brings their rows into pipeline slots, scatter takes them out of output slots, and
+// reduce sums the rows of a token. Experts have a counter for each GEMM, of tiles that are done.
+#pragma once
+#include "megamoe/formats/e4m3.cuh"
+#include "megamoe/gemm/gemm.cuh"
+#include "megamoe/rows/crews.cuh"
+#include "megamoe/rows/routes.cuh"
+#include "megamoe/rows/vectors.cuh"
+
+namespace megamoe {
+
+// Behind the counters of blocks, which other launches use. Zeros, but while such a launch runs.
+template <class T>
+MEGAMOE_DEVICE uint32_t* few_done(const Args& args, GemmId id, int expert) {
+    return gemm_of<T>(args, id).done + args.pool_rows / Tile128x256::rows + expert;
+}
+
+// Reads the ids and lists the experts that they name. Returns how many there are. Called by one warp.
+template <class T>
+MEGAMOE_DEVICE int list_experts(Context& ctx) {
+    const Args& args = ctx.args;
+    FewSmem& few = ctx.smem.few;
+    int lane = arch::lane_idx(), tokens = own_tokens<T>(args), experts = args.num_local_experts;
+    MEGAMOE_UNROLL_BY(1)
+    for (int e = lane; e < experts; e += 32) few.touched[e] = 0;
+    arch::warp_sync();
+    const auto* ids = static_cast<const int32_t*>(args.topk_ids);
+    const int words = args.ids_are_int64 != 0 ? 2 : 1;  // of an id; see topk_id()
+    constexpr int ahead = 4;                            // loads in flight
+    static_assert(max_top_k % ahead == 0, "there is room behind the last k");
+    MEGAMOE_UNROLL_BY(1)
+    for (int token = lane; token < max_few_tokens; token += 32) {
+        MEGAMOE_UNROLL_BY(1)
+        for (int k0 = 0; k0 < args.top_k; k0 += ahead) {
+            int low[ahead], high[ahead];
+            MEGAMOE_UNROLL
+            for (int j = 0; j < ahead; ++j) {
+                const int32_t* id = ids + int64_t{token * args.top_k + k0 + j} * words;
+                bool exists = token < tokens && k0 + j < args.top_k;
+                low[j] = exists ? id[0] : -1;
+                high[j] = exists ? id[words - 1] : 0;
+            }
+            MEGAMOE_UNROLL
+            for (int j = 0; j < ahead; ++j) {
+                int e = low[j] - args.expert_begin;
+                bool is_local = low[j] >= 0 && e >= 0 && e < experts && (words == 1 || high[j] == 0);
+                few.ids[k0 + j][token] = static_cast<int16_t>(is_local ? e : -1);
+                if (is_local) few.touched[e] = 1;
+            }
+        }
+    }
+    arch::warp_sync();
+    int count = 0;
+    MEGAMOE_UNROLL_BY(1)
+    for (int e = lane; e - lane < experts; e += 32) {
+        bool is_touched = e < experts && few.touched[e] != 0;
+        uint32_t all = arch::ballot(is_touched);
+        if (is_touched) few.experts[count + arch::popc(all & arch::lanes_below())] = static_cast<uint16_t>(e);
+        count += arch::popc(all);
+    }
+    arch::warp_sync();
+    return count;
+}
+
+// The tiles of a unit: one column of tiles of an expert.
+template <class T>
+MEGAMOE_DEVICE void deal_unit(Context& ctx, DealtRing& ring, GemmId id, int unit, int tiles) {
+    FewSmem& few = ctx.smem.few;
+    int lane = arch::lane_idx(), expert = few.experts[unit / tiles];
+    bool has[2] = {false, false};  // tokens `lane` and 32 + lane
+    MEGAMOE_UNROLL_BY(4)
+    for (int k = 0; k < ctx.args.top_k; ++k) {
+        has[0] |= few.ids[k][lane] == expert;
+        has[1] |= few.ids[k][32 + lane] == expert;
+    }
+    uint32_t low = arch::ballot(has[0]), high = arch::ballot(has[1]);
+    int row[2] = {arch::popc(low & arch::lanes_below()),
+                  arch::popc(low) + arch::popc(high & arch::lanes_below())};
+    int rows = arch::popc(low) + arch::popc(high);
+    MEGAMOE_UNROLL_BY(1)
+    for (int first = 0; first < rows; first += few_block_rows) {
+        ring.acquire(ctx.mem, few.slots);
+        FewSmem::Dealt& dealt = few.dealt[ring.slot()];
+        MEGAMOE_UNROLL
+        for (int j = 0; j < 2; ++j) {
+            int at = row[j] - first;
+            if (has[j] && at >= 0 && at < few_block_rows)
+                dealt.tokens[at] = static_cast<uint8_t>(32 * j + lane);
+        }
+        int of_tile = min_of(rows - first, few_block_rows);
+        if (lane == 0) {
+            dealt.tile = {id,
+                          Shared::a,
+                          (expert * max_few_tokens + first) / few_block_rows,
+                          unit % tiles,
+                          {expert << 8 | of_tile},
+                          Shape<T>::k_slots(ctx.args, id),
+                          0,
+                          0};
+            dealt.is_last = first + few_block_rows >= rows ? 1 : 0;
+        }
+        arch::warp_sync();
+        if (lane == 0) ring.commit(ctx.mem, few.slots);
+        ring.advance();
+    }
+}
+
+// One warp: the tiles of this CTA, gemm1's before gemm2's. CTAs at the end have more of gemm2.
+template <class T>
+MEGAMOE_DEVICE void deal(Context& ctx) {
+    const Args& args = ctx.args;
+    DealtRing ring;
+    int experts = list_experts<T>(ctx);
+    Profile<T>::mark(args, Mark::routed);
+    int ctas = num_ctas(ctx), from_last = ctas - 1 - cta_idx(ctx);
+    int tiles1 = Shape<T>::tiles(args, GemmId::gemm1), tiles2 = Shape<T>::tiles(args, GemmId::gemm2);
+    Gemm2Shares shares(experts * tiles1, args.hidden / args.intermediate, ctas, 0);
+    int unit1 = cta_idx(ctx), unit2 = shares.first(from_last);
+    MEGAMOE_UNROLL_BY(1)
+    while (unit1 < experts * tiles1 || unit2 < experts * tiles2) {
+        bool is_h = unit1 < experts * tiles1;
+        deal_unit<T>(ctx, ring, is_h ? GemmId::gemm1 : GemmId::gemm2, is_h ? unit1 : unit2,
+                     is_h ? tiles1 : tiles2);
+        (is_h ? unit1 : unit2) = is_h ? unit1 + ctas : shares.behind(unit2, from_last, ctas);
+    }
+    Profile<T>::mark(args, Mark::planned);
+    ring.acquire(ctx.mem, ctx.smem.few.slots);
+    if (arch::lane_idx() != 0) return;
+    ctx.smem.few.dealt[ring.slot()].tile = Tile::none();
+    ring.commit(ctx.mem, ctx.smem.few.slots);
+}
+
+// A warp's next tile, with the token of its row number `lane`.
+struct DealtTile {
+    Tile tile;
+    int token;
+    bool is_last;
+    MEGAMOE_DEVICE DealtTile(Context& ctx, DealtRing& ring) {
+        FewSmem& few = ctx.smem.few;
+        ring.await(ctx.mem, few.slots);
+        const FewSmem::Dealt& dealt = few.dealt[ring.slot()];
+        tile = dealt.tile;
+        token = dealt.tokens[arch::lane_idx()];
+        is_last = dealt.is_last != 0;
+        arch::warp_sync();
+        if (arch::lane_idx() == 0) ring.release(ctx.mem, few.slots);
+        ring.advance();
+    }
+};
+
+// Where the rows of a tile's A are, in e4m3: row number `lane` of the tile.
+struct RowsInMemory {
+    const uint8_t* row;
+    const float* scale;
+    int scale_stride;  // from a slot's to the next one's
+    int bytes;         // of a row
+};
+
+// One warp: a slot of rows in e4m3, and their scales.
+template <class Slot>
+MEGAMOE_DEVICE void copy_rows(const RowsInMemory& from, Slot& slot, float* scales, int rows, int step) {
+    int lane = arch::lane_idx(), byte = lane % 8 * 16, at = step * slot_k_bytes + byte;
+    MEGAMOE_UNROLL_BY(4)
+    for (int first = 0; first < rows; first += 4) {
+        int r = first + lane / 8;
+        auto row = reinterpret_cast<const uint8_t*>(arch::shfl(reinterpret_cast<uint64_t>(from.row), r));
+        bool exists = at < from.bytes;
+        if (r < rows) arch::copy_async(slot.a + swizzled(r, byte), row + (exists ? at : 0), exists);
+    }
+    if (lane < rows) scales[lane] = from.scale[int64_t{step} * from.scale_stride];
+    arch::copies_wait();
+}
+
+// The same of rows in bf16, which are quantized on the way. A row has 16 lanes.
+template <class Slot>
+MEGAMOE_DEVICE void quantize_rows_into(const uint8_t* row, int columns, Slot& slot, float* scales, int rows,
+                                       int step) {
+    constexpr int ahead = 4;  // loads in flight
+    int lane = arch::lane_idx(), of_row = lane % 16;
+    MEGAMOE_UNROLL_BY(1)
+    for (int first = 0; first < rows; first += 2 * ahead) {
+        uint4_t v[ahead];
+        MEGAMOE_UNROLL
+        for (int j = 0; j < ahead; ++j) {
+            int r = first + 2 * j + lane / 16;
+            auto from = reinterpret_cast<const uint4_t*>(arch::shfl(reinterpret_cast<uint64_t>(row), r));
+            v[j] = arch::load_streaming_below(from, step * 16 + of_row, r < rows ? columns / 8 : 0);
+        }
+        MEGAMOE_UNROLL
+        for (int j = 0; j < ahead; ++j) {
+            int r = first + 2 * j + lane / 16;
+            const uint32_t words[4] = {v[j].x, v[j].y, v[j].z, v[j].w};
+            E4m3Group group;
+            MEGAMOE_UNROLL
+            for (int w = 0; w < 4; ++w) group.include(arch::bf16_lo(words[w]), arch::bf16_hi(words[w]));
+            group.template join_lanes<16>();
+            float inverse = group.inverse();
+            if (r >= rows) continue;
+            *reinterpret_cast<TwoWords*>(slot.a + swizzled(r, of_row * 8)) = {
+                e4m3_of_bf16(words[0], words[1], inverse), e4m3_of_bf16(words[2], words[3], inverse)};
+            if (of_row == 0) scales[r] = group.scale();
+        }
+    }
+}
+
+// A of all tiles, by the transport warps: each fills every fourth slot. x comes from where the caller has it.
+template <class T>
+MEGAMOE_DEVICE void gather(Context& ctx) {
+    const Args& args = ctx.args;
+    auto& smem = tile_smem<T>();
+    // Of laps a warp sees the parity alone. What it knows of a slot that it passed is its own last slot's
+    // lap, and that is enough where this is at most a lap behind.
+    static_assert(T::Tiling::num_slots >= num_transport_warps, "a warp takes slots that are still in use");
+    PipelineRing<T> ring;
+    DealtRing dealt;
+    int turn = transport_warp();  // slots until this warp's next one
+    auto take = [&] {
+        bool mine = turn == 0;
+        turn = mine ? num_transport_warps - 1 : turn - 1;
+        if (mine) ring.acquire(ctx.mem, smem.pipeline);
+        return mine;
+    };
+    auto commit = [&] {
+        arch::fence_proxy_async_shared();  // MMAs read it
+        arch::warp_sync();
+        if (arch::lane_idx() == 0) ring.commit(ctx.mem, smem.pipeline);
+    };
+    for (;;) {
+        DealtTile next(ctx, dealt);
+        const Tile& tile = next.tile;
+        if (!tile.valid()) break;
+        Profile<T>::begin_tile(ctx.smem);
+        bool is_x = tile.gemm == GemmId::gemm1, quantizes = is_x && args.in_scale == nullptr;
+        int rows = tile.rows();
+        RowsInMemory from;
+        if (is_x) {
+            int token = arch::lane_idx() < rows ? next.token : 0;
+            from = {static_cast<const uint8_t*>(args.rows_in) +
+                        int64_t{token} * args.hidden * (quantizes ? 2 : 1),
+                    args.in_scale + int64_t{token} * T::Gemm1::A::num_scales(args.hidden), 1, args.hidden};
+        } else {
+            if (arch::lane_idx() == 0)
+                HReady::await(ctx.mem, few_done<T>(args, GemmId::gemm1, tile.expert()),
+                              Shape<T>::tiles(args, GemmId::gemm1), tile.expert());
+            arch::warp_sync();
+            int row = scale_row0<T>(tile) + arch::lane_idx();
+            from = {static_cast<const uint8_t*>(args.x_pool) + int64_t{row} * args.intermediate,
+                    gemm_of<T>(args, GemmId::gemm2).a_scale + row, args.pool_rows, args.intermediate};
+        }
+        Profile<T>::mark(ctx.smem, TileMark::rows_seen);
+        MEGAMOE_UNROLL_BY(1)
+        for (int i = 0; i < tile.slots; ++i, ring.advance()) {
+            if (!take()) continue;
+            auto& slot = smem.slots[ring.slot()];
+            float* scales = smem.a_scale[ring.slot()];
+            if (quantizes) {
+                quantize_rows_into(from.row, args.hidden, slot, scales, rows, i);
+            } else {
+                copy_rows(from, slot, scales, rows, i);
+            }
+            commit();
+        }
+    }
+    if (take()) commit();  // the slot that ends math
+}
+
+// One warp: rows of finished tiles from the output slots to memory. A half of a tile is one box of h, or two
+// of y_rows.
+template <class T>
+MEGAMOE_DEVICE void scatter(Context& ctx) {
+    const Args& args = ctx.args;
+    auto& smem = tile_smem<T>();
+    OutputRing<T> output;
+    DealtRing dealt;
+    int lane = arch::lane_idx();
+    for (;;) {
+        DealtTile next(ctx, dealt);
+        const Tile& tile = next.tile;
+        if (!tile.valid()) break;
+        Profile<T>::begin_tile(ctx.smem);
+        bool is_h = tile.gemm == GemmId::gemm1;
+        int64_t row_bytes = is_h ? args.intermediate : args.hidden * 2;
+        int halves = is_h ? T::Gemm1::Epilogue::halves : 2, boxes = is_h ? 1 : 2;
+        int row = scale_row0<T>(tile) + lane;
+        if (!is_h) row = tile.expert() * max_few_tokens + next.token;
+        auto* base = static_cast<uint8_t*>(is_h ? args.x_pool : args.y_rows);
+        MEGAMOE_UNROLL_BY(1)
+        for (int half = 0; half < halves; ++half) {
+            output.await(ctx.mem, smem.outputs[0]);
+            MEGAMOE_UNROLL_BY(2)
+            for (int first = 0; first < tile.rows(); first += 4) {
+                int r = first + lane / 8;
+                auto* to = base + arch::shfl(row, r) * row_bytes;
+                MEGAMOE_UNROLL_BY(1)
+                for (int box = 0; box < boxes; ++box) {
+                    int at = ((tile.n * halves + half) * boxes + box) * slot_k_bytes + lane % 8 * 16;
+                    const uint8_t* from = smem.output[box][output.slot()] + swizzled(r, lane % 8 * 16);
+                    if (r < tile.rows() && at < row_bytes)
+                        arch::store_vec(to + at, *reinterpret_cast<const uint4_t*>(from));
+                }
+            }
+            arch::warp_sync();
+            if (lane == 0) output.release(ctx.mem, smem.outputs[0]);
+            output.advance();
+        }
+        if (lane == 0 && next.is_last) HReady::publish(ctx.mem, few_done<T>(args, tile.gemm, tile.expert()));
+        Profile<T>::mark(ctx.smem, TileMark::published);
+    }
+}
+
+// Lane k: is the token's k-th expert done? False for all lanes in a launch that is given up.
+template <class T>
+MEGAMOE_DEVICE bool await_experts(Context& ctx, int expert) {
+    uint32_t* cell = few_done<T>(ctx.args, GemmId::gemm2, max_of(expert, 0));
+    uint32_t tiles = Shape<T>::tiles(ctx.args, GemmId::gemm2), begun = ctx.mem.coarse_time();
+    MEGAMOE_UNROLL_BY(1)
+    for (uint32_t polls = 1;; ++polls) {
+        bool ready = expert < 0 || YRowsReady::ready(ctx.mem, cell, tiles);
+        if (arch::ballot(!ready) == 0) break;
+        arch::sleep_ns(32);
+        if (polls % 64 != 0) continue;
+        bool late = !ready && ctx.mem.coarse_time() - begun > ctx.mem.coarse_timeout();
+        if (late)
+            ctx.mem.fault({Edge::y_rows_ready, max_ranks, static_cast<uint32_t>(expert)}, tiles,
+                          ctx.mem.load(cell, Order::relaxed, Scope::gpu));
+        if (arch::ballot(late || ctx.mem.aborted()) != 0) return false;
+    }
+    arch::warp_sync();
+    return true;
+}
+
+// Movers: y of a token, a vector of it a lane. All of its rows are in flight, up to eight; they are added in
+// k order. A token without routes becomes zeros.
+template <class T>
+MEGAMOE_DEVICE void reduce_few(Context& ctx) {
+    const Args& args = ctx.args;
+    constexpr int ahead = 8;
+    int lane = arch::lane_idx(), vectors = args.hidden / sum_vector, slices = ceil_div(vectors, 32);
+    MEGAMOE_UNROLL_BY(1)
+    for (int job = mover_warp() * num_ctas(ctx) + cta_idx(ctx); job < own_tokens<T>(args) * slices;
+         job += num_movers * num_ctas(ctx)) {
+        int token = job / slices, v = job % slices * 32 + lane, expert = -1;
+        float weight = 0.0f;
+        if (lane < args.top_k) {
+            expert = topk_id(args, token * args.top_k + lane) - args.expert_begin;
+            weight = args.topk_weights[token * args.top_k + lane];
+        }
+        if (expert >= args.num_local_experts) expert = -1;
+        if (expert < 0) weight = 0.0f;
+        if (!await_experts<T>(ctx, expert)) return;
+        Profile<T>::mark(args, Mark::y_rows_seen);
+        auto* rows = static_cast<const uint4_t*>(args.y_rows);
+        auto row = reinterpret_cast<uint64_t>(rows + int64_t{expert * max_few_tokens + token} * vectors);
+        uint32_t sources = arch::ballot(expert >= 0);
+        float sum[8] = {};
+        MEGAMOE_UNROLL_BY(1)
+        for (int k0 = 0; k0 < args.top_k; k0 += ahead) {
+            uint4_t data[ahead];
+            MEGAMOE_UNROLL
+            for (int j = 0; j < ahead; ++j) {
+                auto* from = reinterpret_cast<const uint4_t*>(arch::shfl(row, k0 + j));
+                data[j] = arch::load_streaming_below(from, v, (sources >> j & 1) != 0 ? vectors : 0);
+            }
+            MEGAMOE_UNROLL
+            for (int j = 0; j < ahead; ++j) add_vector(sum, data[j], arch::shfl(weight, k0 + j));
+            sources >>= ahead;
+        }
+        auto* y = static_cast<uint4_t*>(args.rows_out) + int64_t{token} * vectors;
+        arch::store_vec_below(y, v, vectors, pack_vector(sum));
+    }
+}
+
+}  // namespace megamoe
