@@ -77,7 +77,7 @@ class Variant:
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS or PRECISIONS[self.precision].cpp is None:
             raise ConfigError("precision", repr(self.precision), "one that has a kernel")
-        if self.kernel == "few" and self.precision != "fp8":
+        if self.kernel == "few" and not PRECISIONS[self.precision].few:
             raise ConfigError("precision", repr(self.precision), "'fp8', for few tokens")
         if self.kernel != "forward" and not PRECISIONS[self.precision].trains:
             raise ConfigError(

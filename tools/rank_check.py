@@ -25,7 +25,7 @@ from command import parser_of
 from bench.check.run import COLUMNS, worker
 from bench.ranks import add_launch_arguments, launch
 from bench.shapes import add_shape_arguments, refuse_training
-from megamoe.core.table import PRECISIONS, TRAINED
+from megamoe.core.table import EXPERTS_TRAINED, PRECISIONS
 from megamoe.launch import panels
 from megamoe.testing import OVERLOADED, ROUTINGS, SKEWED
 
@@ -42,7 +42,7 @@ def main() -> int:
     )
     add_shape_arguments(parser, default="tiny")
     add("--tokens", type=int, nargs="+", default=[64], help="tokens per rank")
-    add("--precision", nargs="+", default=TRAINED, choices=PRECISIONS)
+    add("--precision", nargs="+", default=EXPERTS_TRAINED, choices=PRECISIONS)
     add("--routing", nargs="+", default=["uniform"], choices=(*ROUTINGS, OVERLOADED, SKEWED))
     add("--int64-ids", action="store_true")
     add("--weight-gradients", default="bf16", choices=("bf16", "e4m3"), help="operands, with FP8")

@@ -132,6 +132,7 @@ class Precision:
     h: Format
     trains: bool = True  # has a backward pass
     weight_gradients: tuple[str, ...] = ("bf16",)  # what they may multiply, the default first
+    few: bool = False  # has a kernel for few tokens
 
     @property
     def multiple(self) -> int:
@@ -170,7 +171,9 @@ PRECISIONS: dict[str, Precision] = {
     p.name: p
     for p in (
         Precision("bf16", x=BF16, w=BF16, h=BF16),
-        Precision(*("fp8", E4M3_ROWS, E4M3_BLOCKS, E4M3_ROWS), weight_gradients=("bf16", "e4m3")),
+        Precision(
+            *("fp8", E4M3_ROWS, E4M3_BLOCKS, E4M3_ROWS), weight_gradients=("bf16", "e4m3"), few=True
+        ),
         Precision("fp8_channel", x=E4M3_TOKENS, w=E4M3_CHANNELS, h=E4M3_ROWS, trains=False),
         Precision("fp8xmxfp4", x=E4M3_QUADS, w=MXFP4, h=E4M3_QUADS),
         Precision("bf16xmxfp4", x=BF16, w=MXFP4, h=BF16),
@@ -182,4 +185,5 @@ REFUSED = {
     "fp8xnvfp4": "bf16xnvfp4: an e2m1 times its e4m3 scale has up to six significant bits, which bf16 holds; e4m3, "
     "with four, would quantize the weights again"
 }
-TRAINED = [p.name for p in PRECISIONS.values() if p.trains and not p.packed]  # experts too
+TRAINED = [p.name for p in PRECISIONS.values() if p.trains]
+EXPERTS_TRAINED = [name for name in TRAINED if not PRECISIONS[name].packed]

@@ -95,7 +95,7 @@ def check_few(problem: Problem) -> None:
     p = problem
     for expected, holds in {
         "one rank": p.ep_size == 1,
-        "precision 'fp8'": p.precision == "fp8",
+        "precision 'fp8'": p.formats.few,
         "intermediate <= 2 * hidden": p.intermediate <= 2 * p.hidden,
     }.items():
         if not holds:
