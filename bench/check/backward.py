@@ -57,14 +57,8 @@ def through_backend(
 def through_autograd(backend: str, d: Drawn) -> tuple[Tensor, Gradients]:
     """Return y and the gradients that torch has of a layer over this backend. Collective."""
     (x, ids, scores), dy = d.own, d.dy[d.me.rank]
-    packed = d.problem.formats.packed
-    given = d.weights if packed else d.masters[d.me.rank]
-    leaves_of = {
-        n: t
-        for n, t in given.named().items()
-        if t.is_floating_point() and not (packed and n[0] == "w")
-    }
-    masters = replace(given, **{n: t.clone().requires_grad_() for n, t in leaves_of.items()})
+    made = {n: t for n, t in d.given.named().items() if f"d{n}" in made_of(d.problem)}
+    masters = replace(d.given, **{n: t.clone().requires_grad_() for n, t in made.items()})
     x, scores = x.clone().requires_grad_(), scores.clone().requires_grad_()
     layer = megamoe.Layer(d.problem, d.me.group or "alone", backend=backend)
     try:
@@ -191,9 +185,8 @@ def compare_all(
         want = oracle.of_tokens("kernel", gate_up)
         formats = oracle.d.problem.formats
         if passes > 1 and formats.dy != formats.x:
-            checker.products = (
-                "fp8"  # later passes compute pre-activations of x in bf16, not as forward in e4m3
-            )
+            # Later passes compute pre-activations of x in bf16, not in e4m3 as forward.
+            checker.products = "fp8"
         for name in ("dx", "d_topk_weights"):
             checker.compare_kernel(name, found[name][own], want[name][rank])
         if saved is not None:

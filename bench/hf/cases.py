@@ -3,13 +3,13 @@
 import argparse
 from typing import Any
 
+from bench.demo.screen import LAYERS
+
 # Options of megamoe's adapter; None: transformers' own experts.
 CASES: dict[str, dict[str, Any] | None] = {
     "own": None,
-    "bf16": {"precision": "bf16"},
-    "fp8": {"precision": "fp8"},
-    "fp8-e4m3": {"precision": "fp8", "weight_gradients": "e4m3"},
-    "fp8-e4m3-made": {"precision": "fp8", "weight_gradients": "e4m3", "transposes": "made"},
+    **LAYERS,
+    "fp8-e4m3-made": LAYERS["fp8-e4m3"] | {"transposes": "made"},
 }
 LABELS = {
     "own": "transformers' own",

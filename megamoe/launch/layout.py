@@ -216,7 +216,7 @@ def backward_regions(
     """Return the regions that a backward launch needs beside the workspace, in memory of its own.
 
     dy's rows in the format of x are the workspace's x_pool. Where x has no scales, they are dy_rows too, and hs is the
-    workspace's h, which has the same format. Packed weights have no gradients, and beside e4m3 rows of x dy is dy_rows.
+    workspace's h, which has the same format. Packed weights have no gradients, and if x is e4m3, dy is dy_rows.
     weight_gradients: "e4m3": what they multiply is transposed, blocks of 128 rows as [columns, 128].
     """
     _check_pool(problem, pool_rows)

@@ -16,8 +16,8 @@ from megamoe.core.config import Problem
 from megamoe.core.errors import MegaMoEError
 from megamoe.jit import abi
 from megamoe.jit.source import TILE
+from megamoe.launch.panels import TILE_COLUMNS
 
-TILE_COLUMNS = 2 * abi.TILES[TILE].half_columns
 PAIR_CTAS = 2  # pair_ctas of csrc/megamoe/schedule/order.h
 # Rows of an expert in the mean from which on pairs meet: in launches of fewer, each weight tile has one reader.
 MEAN_ROWS = 192

@@ -28,6 +28,7 @@ from megamoe.core.config import Activation
 from megamoe.core.planes import STRIDE_BYTES
 from megamoe.formats.quantization import E4M3, num_groups
 from megamoe.jit.grouped import GroupedVariant
+from megamoe.launch.panels import TILE_COLUMNS
 from megamoe.ops import reference
 from megamoe.ops.arguments import Gemm, Outer
 from megamoe.ops.groups import Groups
@@ -39,7 +40,6 @@ from megamoe.ops.tails import tails
 _op = torch.library.custom_op
 _variant = cache(GroupedVariant)
 _WEIGHTS = _variant("weights")
-GRADIENT_COLUMNS = 256  # of h, of a tile
 
 
 @_op("megamoe::grouped_mm", mutates_args=())
@@ -83,7 +83,7 @@ def grouped_activation_gradient(
     dgu, h, d_scale = _empty_gradients(gu, row_scale)
     gemm = Gemm(Operands(_aligned(dy), w), groups, dgu, activation=act, gu=gu, h=h)
     if row_scale is not None:
-        parts = d_scale.new_zeros(len(gu), -(-gu.shape[2] // GRADIENT_COLUMNS) + 1)
+        parts = d_scale.new_zeros(len(gu), -(-gu.shape[2] // TILE_COLUMNS) + 1)
         gemm.row_scale, gemm.d_scale = row_scale, parts
     _run(machine, variant, gemm)
     return dgu, h, d_scale if row_scale is None else parts.sum(1)
@@ -144,7 +144,7 @@ def _activated(
     given: Operands, groups: Groups, bias: Tensor | None, act: Activation | None = None,
     saves: bool = False, quantizes: bool = False, row_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return h, without an activation the product, and what stands beside it."""
+    """Return h, or the product if there is no activation; and gu, or the scales of h."""
     stage = "product" if act is None else "saving" if saves else "activation"
     stage += given.suffix + _major(given.w) + ("-quantizes" if quantizes else "")
     variant = _variant(stage, act and act.kind)

@@ -71,9 +71,7 @@ template <class T>
 struct FewOutput {
     Context& ctx;
     OutputRing<T> ring;
-    struct Common {
-        uint8_t *slot, *beside;
-    };
+    using Common = typename OutputSlots<T>::Common;
     MEGAMOE_DEVICE Common claim_common(int box) {
         auto& smem = tile_smem<T>();
         ring.acquire(ctx.mem, smem.outputs[0]);
@@ -127,12 +125,7 @@ template <class T>
 MEGAMOE_DEVICE void few(const Args& args) {
     Smem& smem = cta_smem<T>().common;
     Context ctx{args, smem, cta_smem<T>().routing, Memory(args)};
-    arch::wait_for_previous_grid();
-    if (arch::thread_idx() == 0) {
-        smem.epoch = ctx.mem.load(args.epoch, Order::relaxed, Scope::gpu) + 1;
-        smem.cta = arch::block_idx();
-        smem.num_ctas = arch::grid_dim();
-    }
+    begin_launch(ctx);
     Profile<T>::begin(args, smem);
     init_few_barriers<T>(ctx);
     int warp = arch::warp_idx();

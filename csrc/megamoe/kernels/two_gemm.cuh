@@ -197,17 +197,20 @@ MEGAMOE_DEVICE void join(Context& ctx) {
     arch::cluster_sync();
 }
 
+MEGAMOE_DEVICE void begin_launch(const Context& ctx) {
+    arch::wait_for_previous_grid();
+    if (arch::thread_idx() != 0) return;
+    ctx.smem.epoch = ctx.mem.load(ctx.args.epoch, Order::relaxed, Scope::gpu) + 1;
+    ctx.smem.cta = arch::block_idx();
+    ctx.smem.num_ctas = arch::grid_dim();
+}
+
 template <class T>
 MEGAMOE_DEVICE void two_gemm(const Args& args) {
     Smem& smem = cta_smem<T>().common;
     Context ctx{args, smem, cta_smem<T>().routing, Memory(args)};
-    arch::wait_for_previous_grid();
-    if (arch::thread_idx() == 0) {
-        smem.epoch = ctx.mem.load(args.epoch, Order::relaxed, Scope::gpu) + 1;
-        smem.cta = arch::block_idx();
-        smem.num_ctas = arch::grid_dim();
-        T::State::template invalidate<T>(args);
-    }
+    begin_launch(ctx);
+    if (arch::thread_idx() == 0) T::State::template invalidate<T>(args);
     init_barriers<T>();
     Profile<T>::begin(args, smem);
     join(ctx);

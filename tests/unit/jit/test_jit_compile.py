@@ -242,7 +242,7 @@ def test_everything_is_warmed_at_once(capsys, monkeypatch):
 
 
 def test_variants_are_all_that_a_layer_asks_for():
-    """Each precision forward, MXFP4 beside FP8 also for many rows; all but one also training and backward."""
+    """Each precision forward, MXFP4 with FP8 rows also for many rows; all but one also training and backward."""
     wanted = {f"{p}-{a}" for p in PRECISIONS for a in ACTIVATIONS}
     wanted |= {f"fp8xmxfp4-{a}-panels" for a in ACTIVATIONS}
     for kernel in ("train", "backward"):
