@@ -36,7 +36,8 @@ def run_sweep(tree: Path, name: str, out: Path, arguments: list[str]) -> dict[Ro
     """Run the sweep of a tree; raises SystemExit with the end of its output where it fails."""
     command = [sys.executable, str(tree / SWEEP), *arguments]
     command += ["--out", str(out), "--name", name]
-    environment = os.environ | {"PYTHONPATH": str(tree)}
+    path = os.pathsep.join(filter(None, [str(tree), os.environ.get("PYTHONPATH")]))
+    environment = os.environ | {"PYTHONPATH": path}
     done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)}\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
