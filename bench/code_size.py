@@ -20,6 +20,11 @@ ROLES = (
     "load_a", "load_b", "store", "scheduler", "math",
     "plan_pass", "fill", "reduce_and_combine", "stage", "route", "leave",
 )  # fmt: skip
+# The roles of the kernel for few tokens, by the column that they stand in.
+_OF_FEW = {
+    "leave_counts": "route", "load_few_weights": "load_b", "scatter": "store", "deal": "scheduler",
+    "gather": "fill", "multiply_few": "math", "reduce_few": "reduce_and_combine", "leave_few": "leave",
+}  # fmt: skip
 _LINE = re.compile(r'//## File "([^"]+)", line (\d+)')
 _INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(\w+)")
 _DEFINITION = re.compile(r"^(?!\s*//).*MEGAMOE_DEVICE[^(;=]*?\b(\w+)\(")
@@ -91,9 +96,10 @@ def code_size(sass: str) -> CodeSize:
     epilogues: Counter[tuple[tuple[Call, ...], str]] = Counter()
     loops: Counter[tuple[tuple[Call, ...], str]] = Counter()
     for path in paths_of(sass):
-        role = next((i for i, call in enumerate(path) if call.function in ROLES), None)
-        roles["other" if role is None else path[role].function] += INSTRUCTION_BYTES
-        if role is None or path[role].function != "math":
+        names = (_OF_FEW.get(call.function, call.function) for call in path)
+        role = next((name for name in names if name in ROLES), "other")
+        roles[role] += INSTRUCTION_BYTES
+        if role != "math":
             continue
         for kind, begins in ((epilogues, _is_epilogue), (loops, _is_loop)):
             begin = next((i for i, call in enumerate(path) if begins(call)), None)

@@ -36,7 +36,7 @@ class Options:
         step_blocks: for developers: blocks of a step of the schedule
         num_ctas: for developers: CTAs of a launch
         rounding: for developers: where the reference rounds
-        few: for developers: a kernel of its own for up to 64 tokens of one rank, FP8
+        few: for developers: `False`: the kernel for few tokens is never taken
     """
 
     routed_scaling_factor: float = 1.0

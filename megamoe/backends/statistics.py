@@ -25,11 +25,9 @@ class Statistics:
 
     @staticmethod
     def of_last(found: Statistics | None) -> Statistics:
-        """Return `found`. Raise MegaMoEError if there was no call yet, or none that counts."""
+        """Return `found`. Raise MegaMoEError if there was no call yet."""
         if found is None:
-            raise MegaMoEError(
-                "statistics() needs a call of the layer before it; with few=True, of more than 64 tokens"
-            )
+            raise MegaMoEError("statistics() needs a call of the layer before it")
         return found
 
     @classmethod

@@ -90,16 +90,13 @@ def check_window(problem: Problem) -> None:
         raise ConfigError(reason)
 
 
-def check_few(problem: Problem) -> None:
-    """Raise ConfigError where the kernel for few tokens cannot run: its h has half a block per expert, in x_pool."""
-    p = problem
-    for expected, holds in {
-        "one rank": p.ep_size == 1,
-        "precision 'fp8'": p.formats.few,
-        "intermediate <= 2 * hidden": p.intermediate <= 2 * p.hidden,
-    }.items():
-        if not holds:
-            raise ConfigError("few", True, f"None without {expected}")
+FEW_TOKENS = 64  # max_few_tokens of csrc/megamoe/cta/smem.h
+
+
+def has_few(problem: Problem) -> bool:
+    """Say whether there is a kernel for forwards of few tokens; its h has half a block of rows an expert, in x_pool."""
+    fits = problem.intermediate <= 2 * problem.hidden
+    return problem.formats.few and problem.ep_size == 1 and fits
 
 
 def window_regions(problem: Problem) -> dict[str, Region]:
@@ -135,7 +132,6 @@ def _window(p: Problem) -> Iterator[_Spec]:
 
 # A block's number, shifted by 8, has to fit int32: csrc/megamoe/rows/plan.cuh
 MAX_POOL_ROWS = (1 << 30) - BLOCK_ROWS
-FEW_TOKENS = 64  # max_few_tokens of csrc/megamoe/cta/smem.h
 
 # Cells that must be zero when no launch is in flight.
 WORKSPACE_CONTROL = (

@@ -13,32 +13,35 @@ from torch import Tensor
 
 from megamoe.backends.call import Call
 from megamoe.backends.emulate.emulation import Emulation
-from megamoe.backends.select import check_options, make_backend
-from megamoe.core.config import Problem
-from megamoe.core.errors import ConfigError, MegaMoEError
+from megamoe.backends.select import make_backend
+from megamoe.core.config import ACTIVATIONS, Problem
 from megamoe.formats.quantization import quantize_rows
 from megamoe.formats.quantized import QuantizedRows
 from megamoe.jit.paths import CSRC
-from megamoe.launch.layout import FEW_TOKENS
+from megamoe.launch.layout import FEW_TOKENS, has_few, min_pool_rows
 from megamoe.testing.compare import same_bits
 from megamoe.testing.inputs import ROUTINGS, make_inputs, make_weights
 
 
 def backend_of(problem: Problem, **options: object) -> Any:
-    return make_backend("emulate", problem, device="cpu", few=True, **options)
+    return make_backend("emulate", problem, device="cpu", **options)
 
 
-def check(problem: Problem, call: Call, num_ctas: int = 2, seed: int = 0) -> Tensor:
+def check(problem: Problem, call: Call, num_ctas: int = 2, seed: int = 0, **options: Any) -> Tensor:
     """Run a call by both kernels; return y."""
-    backend = backend_of(problem, num_ctas=num_ctas)
-    emulation = backend.emulation
+    emulation = Emulation(problem, num_ctas=num_ctas, **options)
     (expected,) = emulation.forward_all([call], seed=seed)
     behind = emulation.problem.num_local_experts(0)
     cells = [emulation.region(0, name)[-behind:] for name in ("gemm1_done", "gemm2_done")]
+    counted = vars(emulation.statistics(0))
     # The second launch meets what the first one left.
-    for found in (backend.forward(call)[0], *emulation.forward_all([call], seed=seed, kind="few")):
+    for _ in range(2):
+        emulation.region(0, "chunk_prefix").fill_(-7)
+        (found,) = emulation.forward_all([call], seed=seed, kind="few")
         assert same_bits(found, expected)
         assert not any(cell.any() for cell in cells)
+        for name, left in vars(emulation.statistics(0)).items():
+            assert torch.equal(left, counted[name])
     return found
 
 
@@ -95,9 +98,10 @@ def test_a_count_on_the_device() -> None:
         assert same_bits(*(y[:count] for y in ys))
 
 
-def test_the_option_takes_few_tokens_that_save_nothing() -> None:
+@pytest.mark.parametrize("few", [True, False])
+def test_few_tokens_that_save_nothing_take_it(few: bool) -> None:
     problem = Problem(144, 144, 5, 2, max_tokens=65, precision="fp8")
-    backend, kinds = backend_of(problem), []
+    backend, kinds = backend_of(problem, few=few), []
     forward_all = backend.emulation.forward_all
 
     def seen(calls: list[Call], **options: Any) -> list[Tensor]:
@@ -105,29 +109,46 @@ def test_the_option_takes_few_tokens_that_save_nothing() -> None:
         return forward_all(calls, **options)
 
     backend.emulation.forward_all = seen
-    for tokens, keep, kind in ((64, False, "few"), (65, False, "forward"), (64, True, "train")):
+    first = "few" if few else "forward"
+    for tokens, keep, kind in ((64, False, first), (65, False, "forward"), (64, True, "train")):
         y = backend.forward(call_of(problem, tokens), keep)[0]
         assert (len(y), kinds.pop()) == (tokens, kind)
-        if kind == "few":
-            with pytest.raises(MegaMoEError, match="with few=True, of more than 64 tokens"):
-                backend.statistics()
-        else:
-            assert int(backend.statistics().tokens_per_expert.sum()) == 2 * tokens
+        assert int(backend.statistics().tokens_per_expert.sum()) == 2 * tokens
 
 
 @pytest.mark.parametrize(
-    ("changed", "expected"),
-    [
-        ({"precision": "bf16"}, "precision 'fp8'"),
-        ({"intermediate": 304}, "intermediate <= 2"),
-        ({"ep_size": 2}, "one rank"),
-    ],
+    "changed", [{"precision": "bf16"}, {"precision": "fp8_channel"}, {"intermediate": 304}]
 )
-def test_the_option_where_the_kernel_cannot_run(changed: dict[str, Any], expected: str) -> None:
-    problem = Problem(144, 288, 4, 2, max_tokens=64, precision="fp8")
-    check_options(problem, None, {"few": True})
-    with pytest.raises(ConfigError, match=f"few is True, expected None without {expected}"):
-        check_options(replace(problem, **changed), None, {"few": True})
+def test_a_problem_that_it_cannot_run(changed: dict[str, Any]) -> None:
+    problem = Problem(144, 288, 4, 2, max_tokens=8, precision="fp8")
+    assert has_few(problem)
+    assert not has_few(replace(problem, ep_size=2))
+    other = replace(problem, **changed)
+    assert not has_few(other)
+    backend, call = backend_of(other), call_of(other, 8)
+    assert same_bits(backend.forward(call)[0], Emulation(other).forward_all([call])[0])
+
+
+def test_a_token_alone_has_the_bits_it_has_among_many() -> None:
+    problem = Problem(272, 400, 6, 3, max_tokens=300, precision="fp8")
+    call = call_of(problem, 300)
+    many = backend_of(problem).forward(call)[0]
+    for tokens in ([0], [257], list(range(40, 104))):
+        part = call._replace(
+            x=call.x[tokens], topk_ids=call.topk_ids[tokens], topk_weights=call.topk_weights[tokens]
+        )
+        assert same_bits(check(problem, part, 4), many[tokens])
+
+
+def test_every_id_dropped() -> None:
+    problem = Problem(144, 144, 5, 2, max_tokens=64, precision="fp8")
+    assert not check(problem, call_of(problem, 64, torch.full((64, 2), -1))).any()
+
+
+def test_passes_of_a_small_pool() -> None:
+    """The ordinary kernel takes two passes, with the bits and the statistics of this one."""
+    problem = Problem(144, 144, 2, 8, max_tokens=64, precision="fp8")
+    check(problem, call_of(problem, 64), pool_rows=min_pool_rows(problem))
 
 
 def test_the_number_of_tokens_is_the_kernels() -> None:
@@ -147,7 +168,7 @@ def test_random_configurations(seeds: range) -> None:
             top_k=draw.randint(1, 9),
             max_tokens=64,
             precision="fp8",
-            activation=draw.choice(("swiglu", "relu2")),
+            activation=draw.choice(sorted(ACTIVATIONS)),
             bias=draw.random() < 0.5,
         )
         options = {

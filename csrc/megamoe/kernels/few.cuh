@@ -1,6 +1,7 @@
 // The layer of forward.cuh for few tokens of one rank: at most 64, and no plan. Tiles have up to 32 rows, in
 // the wide form; pairs of CTAs share nothing. rows/few.cuh has the rows' way, and what CTAs wait for.
 //
+//   warp 0      leaves what statistics() reads, in one CTA
 //   warp 1      load_b: asks for weights as soon as it knows a tile
 //   warp 2      scatter: finished rows to memory
 //   warp 3      deal: tiles from the ids
@@ -140,6 +141,8 @@ MEGAMOE_DEVICE void few(const Args& args) {
         scatter<T>(ctx);
     } else if (warp == scheduler_role.first_warp) {
         deal<T>(ctx);
+    } else if (cta_idx(ctx) == 0) {
+        leave_counts<T>(ctx);
     }
     arch::warp_sync();
     if (warp >= first_transport_warp) {

@@ -137,6 +137,28 @@ MEGAMOE_DEVICE void deal(Context& ctx) {
     ring.commit(ctx.mem, ctx.smem.few.slots);
 }
 
+// One warp of all CTAs: routes by chunk and expert, as the ordinary prologue leaves them for statistics().
+template <class T>
+MEGAMOE_DEVICE void leave_counts(Context& ctx) {
+    const Args& args = ctx.args;
+    int lane = arch::lane_idx(), tokens = own_tokens<T>(args), chunks = num_chunks_of(tokens, 1);
+    auto prefix = [&](int expert) { return args.chunk_prefix + int64_t{expert} * (args.max_chunks + 1); };
+    if (lane == 0) route_cell(ctx, args.rank, args.rank)->num_tokens = static_cast<uint32_t>(tokens);
+    for (int e = lane; e < args.num_local_experts; e += 32)
+        for (int c = 0; c <= chunks; ++c) prefix(e)[c] = 0;
+    arch::warp_sync();
+    MEGAMOE_UNROLL_BY(1)
+    for (int i = 0; i < chunks * args.top_k; ++i) {
+        int chunk = i / args.top_k, token = chunk * chunk_tokens + lane, expert = -1;
+        if (token < tokens) expert = topk_id(args, token * args.top_k + i % args.top_k) - args.expert_begin;
+        if (expert >= args.num_local_experts) expert = -1;
+        uint32_t same = arch::match_any(expert);
+        for (int c = chunk + 1; c <= chunks && expert >= 0 && (same & arch::lanes_below()) == 0; ++c)
+            prefix(expert)[c] += arch::popc(same);
+        arch::warp_sync();
+    }
+}
+
 // A warp's next tile, with the token of its row number `lane`.
 struct DealtTile {
     Tile tile;

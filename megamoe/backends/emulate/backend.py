@@ -36,11 +36,11 @@ class EmulateBackend(Gathered):
         num_ctas: int = DEFAULT_CTAS,
         pool_rows: int | None = None,
         weight_gradients: str = "bf16",
-        few: bool = False,
+        few: bool = True,
     ) -> None:
         layout.check_window(problem)
         super().__init__(problem, group)
-        self._few = few
+        self._has_few = few and layout.has_few(problem)
         self._options: dict[str, Any] = {
             "num_ctas": num_ctas,
             "pool_rows": pool_rows,
@@ -61,8 +61,13 @@ class EmulateBackend(Gathered):
         """Compile the kernel. Collective, at first."""
         if not self._prepared:
             mark = mark_of("prepare the kernel")
-            _on_rank_0(self.group, mark, lambda: self.emulation.kernel() and None)
+            kind = self._kind(self.problem.max_tokens)
+            _on_rank_0(self.group, mark, lambda: self.emulation.kernel(kind) and None)
             self._prepared = True
+
+    def _kind(self, tokens: int) -> str:
+        """Return the kernel of a forward that saves nothing."""
+        return "few" if self._has_few and tokens <= layout.FEW_TOKENS else "forward"
 
     @property
     def state_bytes(self) -> int:  # type: ignore[override]
@@ -71,25 +76,21 @@ class EmulateBackend(Gathered):
 
     def forward(self, call: Call, keep: bool = False) -> tuple[Tensor, Tensor | None]:
         """Return y [T, H] bf16, and the state [state_bytes] uint8. Collective."""
-
-        few = self._few and not keep and len(call.topk_ids) <= layout.FEW_TOKENS
+        kind = self._kind(len(call.topk_ids))
 
         def run(calls: list[Call]) -> list[Any]:
-            results: list[tuple[Tensor, Tensor | None]]
             if keep:
-                results = list(zip(*self.emulation.train_all(calls), strict=True))
+                results: Any = zip(*self.emulation.train_all(calls), strict=True)
             else:
-                kind = "few" if few else "forward"
-                results = [(y, None) for y in self.emulation.forward_all(calls, kind=kind)]
-            found = [None if few else self.emulation.statistics(r) for r in range(len(calls))]
-            return list(zip(results, found, strict=True))
+                results = ((y, None) for y in self.emulation.forward_all(calls, kind=kind))
+            return [(result, self.emulation.statistics(r)) for r, result in enumerate(results)]
 
         device = call.x.device
         call.weights.validate(self.problem, device)
         (y, state), found = self._run(
             run, RECORDED * keep, call._replace(out=None, known=None, state=None)
         )
-        self._statistics = found and Statistics(*(t.to(device) for t in vars(found).values()))
+        self._statistics = Statistics(*(t.to(device) for t in vars(found).values()))
         y, state = y.to(device), None if state is None else state.to(device)
         return y if call.out is None else call.out.copy_(y), state
 

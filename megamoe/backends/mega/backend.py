@@ -81,9 +81,8 @@ class MegaBackend(Backend):
     never results. reserve_sms: SMs left to others; None: see sm_share.py. timeout_s: longest wait in a
     launch. step_blocks: length of a step of the tile order (csrc/megamoe/schedule/order.h), None: automatic.
     pdl: programmatic dependent launch. profile: in-kernel timestamps, see clock_ghz(). weight_gradients: what backward
-    multiplies for them, "bf16" or, in FP8, "e4m3". few: a kernel of its own for forwards of up to 64 tokens that save
-    nothing, which leaves no statistics(). agreed: what each rank stated, where the ranks have compared that and the
-    problem; None: they do so now.
+    multiplies for them, "bf16" or, in FP8, "e4m3". few: False: not the kernel for few tokens, where the layer has
+    it. agreed: what each rank stated, where the ranks have compared that and the problem; None: they do so now.
 
     A CUDA graph may capture forward() after prepare(). Replays of one window's graphs and other calls of that window
     must be ordered by the user's streams.
@@ -103,7 +102,7 @@ class MegaBackend(Backend):
         step_blocks: int | None = None,
         device: torch.device | str | None = None,
         weight_gradients: str = "bf16",
-        few: bool = False,
+        few: bool = True,
         agreed: Mapping[int, Stated] | None = None,
     ) -> None:
         from megamoe.jit.driver import device_attribute
@@ -150,7 +149,7 @@ class MegaBackend(Backend):
             pdl=pdl,
             step_blocks=step_blocks,
             profile=self.profile,
-            few=few,
+            few=few and layout.has_few(problem),
         )
         self._forward: Forward | None = None
         self._training: Training | None = None
@@ -284,8 +283,6 @@ class MegaBackend(Backend):
             raise MegaMoEError(
                 "statistics() describes the last call of a window, which was another layer's, or there was none"
             )
-        if kernel == "few":
-            Statistics.of_last(None)
         routes = self.plan.window["window_routes"].view(self.window.memory)
         return routes, self._tables(kernel)["chunk_prefix"]
 
@@ -304,11 +301,11 @@ class MegaBackend(Backend):
         chunk order; partials [R, T, H] of own tokens by expert rank (only written where it has a route) and, for fp8,
         x_q, x_scale; if it trains, gate_up [M, P*I] too. Of a backward: dy_rows, dgu [M, P*I], hs, d_s [M, S]
         by tile of I (their sum; b2's part last), dx_rows, x_rows, row_weight, route_rows, and partials. What is by pool
-        row is only there when the launch was a single pass.
+        row is only there when the launch was a single pass. The kernel for few tokens has none of these.
         """
         self.check()
         layer, kernel = self.window.last_launch or (None, "")
-        if layer != self._kernels.layer:
+        if layer != self._kernels.layer or kernel == "few":
             return {}
         single = int(self.statistics().passes) == 1
         found = kinds.rows_of_forward(self.problem, self._tables(kernel)) if single else {}

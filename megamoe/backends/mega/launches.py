@@ -87,7 +87,7 @@ class LayerKernels:
     pdl: bool
     step_blocks: int | None  # None: the default of arguments.py
     profile: Tensor | None  # [grid, PROFILE_SLOTS] int64
-    few: bool  # forwards of at most FEW_TOKENS tokens have a kernel of their own
+    few: bool  # forwards of at most FEW_TOKENS tokens take the kernel for few tokens
 
     def load(self, variant: Variant, beside: Any = None) -> Any:
         """Compile or load one kernel; return its Launcher, whose argument block is filled so far.
@@ -102,8 +102,7 @@ class LayerKernels:
             kernel = load_kernel(variant, device.index or 0)
             kernel.check_resident(self.grid)
             args = self._arguments(variant.launch) if beside is None else beside.argument
-            # A cooperative launch has all CTAs or none. Others have a door, except of few tokens.
-            cooperative = self.patience_ns[0] == 0 or variant.kernel == "few"
+            cooperative = self.patience_ns[0] == 0  # it has all CTAs or none; others have a door
             return Launcher(kernel, self.grid, args, cooperative=cooperative, pdl=self.pdl)
 
     def build(self, *variants: Variant) -> None:
@@ -112,20 +111,18 @@ class LayerKernels:
 
         build_kernels(variants, self.window.device.index or 0)
 
-    def load_forward(self, variant: Variant) -> Callable[[int], Any]:
-        """Do what load() does; return a function: tokens of a call -> its Launcher. They share an argument block."""
+    def load_forwards(self, variant: Variant) -> dict[int, tuple[str, Any]]:
+        """Do what load() does for forwards that save nothing: names and Launchers, by the least tokens, descending."""
+        kernels, found = {0: variant}, dict[int, tuple[str, Any]]()
         if self.few:
-            larger, least = variant, FEW_TOKENS + 1
-            variant = replace(variant, kernel="few")
-        elif "panels" in self.plan.workspace:
-            larger, least = replace(variant, panels=True), panels.least_tokens(self.plan.problem)
-        else:
-            few = self.load(variant)
-            return lambda _: few
-        self.build(variant, larger)
-        few = self.load(variant)
-        many = self.load(larger, few)
-        return lambda tokens: many if tokens >= least else few
+            kernels = {0: replace(variant, kernel="few"), FEW_TOKENS + 1: variant}
+        if "panels" in self.plan.workspace:
+            kernels[panels.least_tokens(self.plan.problem)] = replace(variant, panels=True)
+        kernels = {n: k for n, k in kernels.items() if n <= self.plan.problem.max_tokens}
+        self.build(*kernels.values())
+        for n, k in kernels.items():  # over one argument block
+            found[n] = k.kernel, self.load(k, found[0][1] if found else None)
+        return dict(reversed(found.items()))
 
     def _arguments(self, launch: str) -> Any:
         from megamoe.jit.tensormap import encode
@@ -234,9 +231,8 @@ class Forward(Launch):
     """A forward that saves nothing. Few tokens and many may have kernels of their own, over one argument block."""
 
     def __init__(self, kernels: LayerKernels, variant: Variant) -> None:
-        self._launcher_of = kernels.load_forward(variant)
-        super().__init__(kernels, "forward", self._launcher_of(0))
-        self._has_few = kernels.few
+        self._kernels = kernels.load_forwards(variant)
+        super().__init__(kernels, *self._kernels[0])
         self._make_y: Callable[[], Tensor]
 
     def __call__(self, call: Call) -> Tensor:
@@ -246,8 +242,7 @@ class Forward(Launch):
             if self._is_new(call):
                 self.argument.num_tokens = tokens = x.shape[0]
                 self.argument.ids_are_int64 = call.topk_ids.dtype == torch.int64
-                self.launcher = self._launcher_of(tokens)
-                kind = "few" if self._has_few and tokens <= FEW_TOKENS else "forward"
+                kind, self.launcher = next(k for n, k in self._kernels.items() if tokens >= n)
                 self._launched = self._launched[0], kind
                 shape, strides = (tokens, self.problem.hidden), (self.problem.hidden, 1)
                 self._make_y = partial(self._empty, shape, strides, torch.bfloat16)

@@ -197,36 +197,47 @@ def test_calls_of_many_tokens_take_the_kernel_with_panels(monkeypatch):
     # an even load of 1494 tokens: 640.3 rows of each of seven experts
     many = panels(1600, "fp8xmxfp4", 5, 1493, 1494, 1600, 5, 1600)
     assert many == [False, False, True, True, False, True]
-    for max_tokens, precision in ((1493, "fp8xmxfp4"), (1600, "fp8"), (1600, "bf16xmxfp4")):
+    for max_tokens, precision in ((1493, "fp8xmxfp4"), (1600, "fp8_channel"), (1600, "bf16xmxfp4")):
         assert panels(max_tokens, precision, max_tokens) == [False]
     both = ["fp8xmxfp4-swiglu", "fp8xmxfp4-swiglu-panels"]
-    assert asked == [*both, both[0], "fp8-swiglu", "bf16xmxfp4-swiglu"]
+    assert asked == [*both, both[0], "fp8_channel-swiglu", "bf16xmxfp4-swiglu"]
     assert sorted(built) == both  # at the same time; what is alone is compiled where it is loaded
 
 
-def test_calls_of_few_tokens_take_their_kernel_with_the_option(monkeypatch):
-    """Over the argument block of the other one. It leaves no statistics, not even older ones."""
-    problem = Problem(288, 160, 7, 3, max_tokens=70, precision="fp8")
-    kernels, loaded = {name: kernel() for name in ("few-fp8-swiglu", "fp8-swiglu")}, []
-    monkeypatch.setattr(module, "compile_variant", lambda variant: None)
+@pytest.mark.parametrize(
+    ("max_tokens", "options", "expected"),
+    [
+        (64, {}, ["few-fp8-swiglu"]),
+        (70, {}, ["few-fp8-swiglu", "fp8-swiglu"]),
+        (70, {"few": False}, ["fp8-swiglu"]),
+        (70, {"profile": True}, ["few-fp8-swiglu-profile", "fp8-swiglu-profile"]),
+    ],
+)
+def test_calls_of_few_tokens_take_their_kernel(monkeypatch, max_tokens, options, expected):
+    """Over the argument block of the other one, which is not compiled where no call can have more tokens."""
+    problem = Problem(288, 160, 7, 3, max_tokens=max_tokens, precision="fp8")
+    kernels = {name: kernel() for name in expected}
+    loaded, built = [], []
+    monkeypatch.setattr(module, "compile_variant", lambda variant: built.append(str(variant)))
 
     def load(variant, device):
         loaded.append(str(variant))
         return kernels[str(variant)]
 
     monkeypatch.setattr(module, "load_kernel", load)
-    backend, made = backend_of(problem, few=True), weights_of(problem)
-    for tokens, name in ((65, "fp8-swiglu"), (64, "few-fp8-swiglu"), (70, "fp8-swiglu")):
+    backend, made = backend_of(problem, **options), weights_of(problem)
+    for tokens in (65, 64, 0, 70):
+        if tokens > max_tokens:
+            continue
         x, ids = torch.zeros(tokens, 288, dtype=torch.bfloat16), torch.zeros(tokens, 3).long()
         forward(backend, x, ids, torch.zeros(tokens, 3), made)
         assert argument().num_tokens == tokens
+        name = expected[0 if tokens <= 64 else -1]
         assert backend._forward.launcher.kernel is kernels[name]
-        if name != "fp8-swiglu":
-            with pytest.raises(MegaMoEError, match="with few=True, of more than 64 tokens"):
-                backend.statistics()
-        else:
-            backend.statistics()
-    assert loaded == [*kernels]
+        assert backend.window.last_launch == (0, "few" if "few" in name else "forward")
+        assert backend.statistics().tokens_per_expert.shape == (7,)
+    assert loaded == expected
+    assert sorted(built) == (expected if len(expected) > 1 else [])
     backend.close()
 
 
