@@ -206,6 +206,11 @@ FLAWS = {
         "YRowsReady::ready(ctx.mem, cell, tiles)",
         "true",
     ),
+    "routes of the second chunk are not counted": (
+        "rows/few.cuh",
+        "i < chunks * args.top_k",
+        "i < args.top_k",
+    ),
     "tokens of the upper half": (
         "rows/few.cuh",
         "arch::popc(low) + arch::popc(high & ",

@@ -44,9 +44,9 @@ void report(Totals& totals, const Scenario& s, const std::string& what, bool wan
 int main(int argc, char** argv) {
     std::string only = argc > 1 ? argv[1] : "";
     Totals totals;
-    for (const auto* list :
-         {&edge_scenarios, &grid_scenarios, &reuse_scenarios, &launch_scenarios, &pair_scenarios,
-          &meeting_scenarios, &expansion_scenarios, &backward_scenarios, &training_scenarios}) {
+    for (const auto* list : {&edge_scenarios, &grid_scenarios, &reuse_scenarios, &launch_scenarios,
+                             &pair_scenarios, &meeting_scenarios, &expansion_scenarios, &backward_scenarios,
+                             &training_scenarios, &few_scenarios}) {
         for (const Scenario& s : *list) {
             if (!only.empty() && std::string(s.name).find(only) == std::string::npos) continue;
             std::set<Mutation> sites;

@@ -45,6 +45,7 @@ inline constexpr const char *by_the_epoch = "ordered by the epoch cell's release
                             *no_bulk_stores = "writes by ordinary stores, or not at all";
 
 extern const std::vector<Scenario> edge_scenarios, grid_scenarios, reuse_scenarios, launch_scenarios,
-    pair_scenarios, meeting_scenarios, expansion_scenarios, backward_scenarios, training_scenarios;
+    pair_scenarios, meeting_scenarios, expansion_scenarios, backward_scenarios, training_scenarios,
+    few_scenarios;
 
 }  // namespace model

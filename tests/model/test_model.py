@@ -64,6 +64,12 @@ def test_scenarios_hold_and_mutants_are_caught(tmp_path):
         assert len(found) == 1
         assert "deadlock:" in found[0]
         assert "nccl@1 waits for left" in found[0]
+    # Counters of few tokens that are not zeroed let a later launch read what the one before left.
+    found = [
+        line for line in lines if "few tokens: counters of three launches / flaw: gemm2's" in line
+    ]
+    assert len(found) == 1
+    assert "read y_row[1] = 1, expected 2" in found[0]
     # Caught for the right reason: a partner that stops early is waited for.
     fewer = [line for line in lines if "walks one unit fewer" in line]
     assert fewer

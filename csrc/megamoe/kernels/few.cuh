@@ -112,6 +112,7 @@ MEGAMOE_DEVICE void leave_few(Context& ctx) {
     if (arch::lane_idx() == 0)
         last = LastArrival::arrive(ctx.mem, args.exit_ticket, arch::grid_dim()) ? 1 : 0;
     if (arch::shfl(last, 0) == 0) return;
+    arch::warp_sync();  // all lanes write behind what lane 0 acquired
     MEGAMOE_UNROLL_BY(1)
     for (int e = arch::lane_idx(); e < args.num_local_experts; e += 32) {
         *few_done<T>(args, GemmId::gemm1, e) = 0;
