@@ -6,7 +6,7 @@
 //   warp 2      scatter: finished rows to memory
 //   warp 3      deal: tiles from the ids
 //   warps 4-7   gather: rows of A into slots, then reduce
-//   warps 8-15  math, then reduce
+//   warps 8-15  x into e4m3, if it is in bf16; math, then reduce
 #pragma once
 #include "megamoe/kernels/forward.cuh"
 #include "megamoe/rows/few.cuh"
@@ -132,6 +132,11 @@ MEGAMOE_DEVICE void few(const Args& args) {
     init_few_barriers<T>(ctx);
     int warp = arch::warp_idx();
     if (warp >= first_math_warp) {
+        if (args.in_scale == nullptr) {
+            stage_rows<typename T::Gemm1::A, 1>(ctx, own_tokens<T>(args));
+            announce_x(ctx);
+            Profile<T>::mark(args, Mark::staged);
+        }
         multiply_few<T>(ctx);
     } else if (warp >= first_transport_warp) {
         gather<T>(ctx);

@@ -1,6 +1,6 @@
 // Few tokens of one rank, without a pool: every CTA finds its tiles from the ids alone. The row of a (token,
-// expert) stands where expert and token say, so nobody counts, scans or plans, and no CTA waits for all
-// others.
+// expert) stands where expert and token say, so nobody counts, scans or plans. Only for x in bf16, which all
+// CTAs quantize, gather waits for all of them.
 //
 //   h        expert * 64 + i, for the i-th token of the expert, in the place of x_pool
 //   y_rows   expert * 64 + token
@@ -12,6 +12,7 @@
 #include "megamoe/gemm/gemm.cuh"
 #include "megamoe/rows/crews.cuh"
 #include "megamoe/rows/routes.cuh"
+#include "megamoe/rows/stage.cuh"
 #include "megamoe/rows/vectors.cuh"
 
 namespace megamoe {
@@ -200,39 +201,8 @@ MEGAMOE_DEVICE void copy_rows(const RowsInMemory& from, Slot& slot, float* scale
     arch::copies_wait();
 }
 
-// The same of rows in bf16, which are quantized on the way. A row has 16 lanes.
-template <class Slot>
-MEGAMOE_DEVICE void quantize_rows_into(const uint8_t* row, int columns, Slot& slot, float* scales, int rows,
-                                       int step) {
-    constexpr int ahead = 4;  // loads in flight
-    int lane = arch::lane_idx(), of_row = lane % 16;
-    MEGAMOE_UNROLL_BY(1)
-    for (int first = 0; first < rows; first += 2 * ahead) {
-        uint4_t v[ahead];
-        MEGAMOE_UNROLL
-        for (int j = 0; j < ahead; ++j) {
-            int r = first + 2 * j + lane / 16;
-            auto from = reinterpret_cast<const uint4_t*>(arch::shfl(reinterpret_cast<uint64_t>(row), r));
-            v[j] = arch::load_streaming_below(from, step * 16 + of_row, r < rows ? columns / 8 : 0);
-        }
-        MEGAMOE_UNROLL
-        for (int j = 0; j < ahead; ++j) {
-            int r = first + 2 * j + lane / 16;
-            const uint32_t words[4] = {v[j].x, v[j].y, v[j].z, v[j].w};
-            E4m3Group group;
-            MEGAMOE_UNROLL
-            for (int w = 0; w < 4; ++w) group.include(arch::bf16_lo(words[w]), arch::bf16_hi(words[w]));
-            group.template join_lanes<16>();
-            float inverse = group.inverse();
-            if (r >= rows) continue;
-            *reinterpret_cast<TwoWords*>(slot.a + swizzled(r, of_row * 8)) = {
-                e4m3_of_bf16(words[0], words[1], inverse), e4m3_of_bf16(words[2], words[3], inverse)};
-            if (of_row == 0) scales[r] = group.scale();
-        }
-    }
-}
-
-// A of all tiles, by the transport warps: each fills every fourth slot. x comes from where the caller has it.
+// A of all tiles, by the transport warps: each fills every fourth slot. x in e4m3 comes from where the caller
+// has it.
 template <class T>
 MEGAMOE_DEVICE void gather(Context& ctx) {
     const Args& args = ctx.args;
@@ -242,6 +212,14 @@ MEGAMOE_DEVICE void gather(Context& ctx) {
     static_assert(T::Tiling::num_slots >= num_transport_warps, "a warp takes slots that are still in use");
     PipelineRing<T> ring;
     DealtRing dealt;
+    bool staged = args.in_scale == nullptr;  // by the math warps, in e4m3
+    if (staged && arch::lane_idx() == 0)
+        XReady::await(ctx.mem, ctx.window<uint32_t>(args.rank, args.window_staged) + args.rank, ctx.epoch(),
+                      args.rank);
+    arch::warp_sync();
+    auto* x = staged ? ctx.window<const uint8_t>(args.rank, args.window_x)
+                     : static_cast<const uint8_t*>(args.rows_in);
+    auto* x_scale = staged ? ctx.window<const float>(args.rank, args.window_x_scale) : args.in_scale;
     int turn = transport_warp();  // slots until this warp's next one
     auto take = [&] {
         bool mine = turn == 0;
@@ -259,14 +237,12 @@ MEGAMOE_DEVICE void gather(Context& ctx) {
         const Tile& tile = next.tile;
         if (!tile.valid()) break;
         Profile<T>::begin_tile(ctx.smem);
-        bool is_x = tile.gemm == GemmId::gemm1, quantizes = is_x && args.in_scale == nullptr;
         int rows = tile.rows();
         RowsInMemory from;
-        if (is_x) {
+        if (tile.gemm == GemmId::gemm1) {
             int token = arch::lane_idx() < rows ? next.token : 0;
-            from = {static_cast<const uint8_t*>(args.rows_in) +
-                        int64_t{token} * args.hidden * (quantizes ? 2 : 1),
-                    args.in_scale + int64_t{token} * T::Gemm1::A::num_scales(args.hidden), 1, args.hidden};
+            from = {x + int64_t{token} * args.hidden,
+                    x_scale + int64_t{token} * T::Gemm1::A::num_scales(args.hidden), 1, args.hidden};
         } else {
             if (arch::lane_idx() == 0)
                 HReady::await(ctx.mem, few_done<T>(args, GemmId::gemm1, tile.expert()),
@@ -280,13 +256,7 @@ MEGAMOE_DEVICE void gather(Context& ctx) {
         MEGAMOE_UNROLL_BY(1)
         for (int i = 0; i < tile.slots; ++i, ring.advance()) {
             if (!take()) continue;
-            auto& slot = smem.slots[ring.slot()];
-            float* scales = smem.a_scale[ring.slot()];
-            if (quantizes) {
-                quantize_rows_into(from.row, args.hidden, slot, scales, rows, i);
-            } else {
-                copy_rows(from, slot, scales, rows, i);
-            }
+            copy_rows(from, smem.slots[ring.slot()], smem.a_scale[ring.slot()], rows, i);
             commit();
         }
     }

@@ -54,13 +54,13 @@ class Pieces {
 MEGAMOE_DEVICE void load_piece(uint4_t& v, const void* from) { v = arch::load_streaming(from); }
 MEGAMOE_DEVICE void load_piece(TwoWords& v, const void* from) { v = *static_cast<const TwoWords*>(from); }
 
-// Eight columns of a token of x a lane: take(v, token, column), with zeros behind the last column.
-template <class From, class Take>
+// Eight columns of a token of x a lane: take(v, token, column), with zeros behind the last column. batch:
+// loads in flight.
+template <class From, int batch, class Take>
 MEGAMOE_DEVICE void each_piece(Context& ctx, int num_tokens, Take take) {
     const Args& args = ctx.args;
     Pieces pieces(cta_idx(ctx) * crew_warps + crew_warp(), num_ctas(ctx) * crew_warps,
                   ceil_div(args.hidden, Pieces::piece_columns));
-    constexpr int batch = 8;  // loads in flight
     MEGAMOE_UNROLL_BY(1)
     while (pieces.token() < num_tokens) {
         From v[batch];
@@ -127,7 +127,7 @@ MEGAMOE_DEVICE void stage_tokens(Context& ctx, int num_tokens) {
     }
 }
 
-template <class X>
+template <class X, int batch = 8>
 MEGAMOE_DEVICE void stage_rows(Context& ctx, int num_tokens) {
     const Args& args = ctx.args;
     if constexpr (!X::scaled) {
@@ -140,7 +140,7 @@ MEGAMOE_DEVICE void stage_rows(Context& ctx, int num_tokens) {
         int groups = X::num_scales(args.hidden);
         auto* rows = ctx.window<uint8_t>(args.rank, args.window_x);
         auto* scales = ctx.window<float>(args.rank, args.window_x_scale);
-        each_piece<uint4_t>(ctx, num_tokens, [&](const uint4_t& v, int64_t token, int column) {
+        each_piece<uint4_t, batch>(ctx, num_tokens, [&](const uint4_t& v, int64_t token, int column) {
             X::quantize(v, rows + token * X::row_bytes(args.hidden), scales + token * groups, column,
                         args.hidden);
         });
@@ -158,7 +158,7 @@ MEGAMOE_DEVICE void stage_quantized(Context& ctx, int num_tokens) {
         copy_by_crews(ctx, reinterpret_cast<uint4_t*>(rows), static_cast<const uint4_t*>(args.rows_in),
                       int64_t{num_tokens} * args.hidden / 16);
     } else {
-        each_piece<TwoWords>(ctx, num_tokens, [&](const TwoWords& v, int64_t token, int column) {
+        each_piece<TwoWords, 8>(ctx, num_tokens, [&](const TwoWords& v, int64_t token, int column) {
             if (column < X::row_bytes(args.hidden))
                 X::put(rows + token * X::row_bytes(args.hidden), column, v);
         });
@@ -180,15 +180,20 @@ MEGAMOE_DEVICE void stage_x(Context& ctx, int num_tokens) {
     stage_rows<X>(ctx, num_tokens);
 }
 
-template <class T>
-MEGAMOE_DEVICE void stage(Context& ctx) {
-    stage_x<T>(ctx, own_tokens<T>(ctx.args));
+// Tells all ranks, when all CTAs have come.
+MEGAMOE_DEVICE void announce_x(Context& ctx) {
     if (!last_to_arrive(ctx, ctx.args.x_ticket)) return;
     int peer = crew_thread();
     if (peer < ctx.args.num_ranks) {
         XReady::publish(ctx.mem, ctx.window<uint32_t>(peer, ctx.args.window_staged) + ctx.args.rank,
                         ctx.epoch());
     }
+}
+
+template <class T>
+MEGAMOE_DEVICE void stage(Context& ctx) {
+    stage_x<T>(ctx, own_tokens<T>(ctx.args));
+    announce_x(ctx);
 }
 
 }  // namespace megamoe
