@@ -12,9 +12,11 @@ from flaws import SEEN, names, plant
 from torch import Tensor
 
 from megamoe.backends.call import Call
+from megamoe.backends.emulate import emulation as emulator
 from megamoe.backends.emulate.emulation import Emulation
 from megamoe.backends.select import make_backend
 from megamoe.core.config import ACTIVATIONS, Problem
+from megamoe.core.errors import MegaMoEError
 from megamoe.formats.quantization import quantize_rows
 from megamoe.formats.quantized import QuantizedRows
 from megamoe.jit.paths import CSRC
@@ -178,6 +180,40 @@ def test_random_configurations(seeds: range) -> None:
         }
         call = call_of(problem, tokens, quantized=draw.random() < 0.5, **options)
         check(problem, call, draw.choice((2, 4, 6)), seed)
+
+
+FAULTS = {
+    "x_ready": ("kernels/few.cuh", "            announce_x(ctx);\n", ""),
+    "h_ready": (
+        "rows/few.cuh",
+        "lane == 0 && next.is_last)",
+        "lane == 0 && next.is_last && !is_h)",
+    ),
+    "y_rows_ready": (
+        "rows/few.cuh",
+        "lane == 0 && next.is_last)",
+        "lane == 0 && next.is_last && is_h)",
+    ),
+}
+
+
+@pytest.mark.parametrize("edge", [*names(FAULTS), "another rank"])
+def test_a_launch_that_is_given_up(edge: str, monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    """It is named, no token stays as if it were made, and a reset makes all right again."""
+    problem = Problem(272, 144, 5, 2, max_tokens=64, precision="fp8")
+    emulation, call = Emulation(problem), call_of(problem, 40)
+    (expected,) = emulation.forward_all([call])
+    monkeypatch.setattr(emulator, "nan_like", lambda x, dtype: torch.ones_like(x, dtype=dtype))
+    with monkeypatch.context() as patch:
+        if edge in FAULTS:
+            plant(FAULTS[edge], patch, tmp_path / "flaw")
+        else:
+            emulation.region(0, "window_abort").fill_(1)
+        with pytest.raises(MegaMoEError, match=edge):
+            emulation.forward_all([call], kind="few")
+    assert bool(emulation.written[0][0].isnan().all())
+    emulation.reset()
+    assert same_bits(emulation.forward_all([call], kind="few")[0], expected)
 
 
 FLAWS = {

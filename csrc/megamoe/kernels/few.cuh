@@ -119,7 +119,10 @@ MEGAMOE_DEVICE void leave_few(Context& ctx) {
         *few_done<T>(args, GemmId::gemm2, e) = 0;
     }
     if (arch::lane_idx() != 0) return;
-    if (ctx.mem.aborted()) lose_y<T>(ctx);
+    if (ctx.mem.aborted()) {
+        give_up(ctx);
+        lose_y<T>(ctx);
+    }
     ctx.mem.store(args.epoch, ctx.epoch(), Order::release, Scope::gpu);
 }
 

@@ -113,6 +113,13 @@ MEGAMOE_DEVICE void lose_y(const Context& ctx) {
     for (int64_t v = 0; v < vectors; ++v) arch::store_vec(y + v, {~0u, ~0u, ~0u, ~0u});
 }
 
+// The last thread to leave a poisoned launch tells all ranks.
+MEGAMOE_DEVICE void give_up(Context& ctx) {
+    // If there is no record yet, a fault of a peer ended this launch.
+    ctx.mem.fault(Wait{Edge::peer_abort, max_ranks, 0}, 0, 0);
+    for (int peer = 0; peer < ctx.args.num_ranks; ++peer) ctx.mem.raise_abort(peer);
+}
+
 // The launch ends when its last CTA leaves, whether it took part or not; only then does the epoch advance. A
 // CTA stays until its partner has sent it the last arrival on its barriers.
 template <class T>
@@ -122,9 +129,7 @@ MEGAMOE_DEVICE void leave(Context& ctx) {
     if (arch::thread_idx() == leaving_thread &&
         LastArrival::arrive(ctx.mem, ctx.args.exit_ticket, arch::grid_dim())) {
         if (ctx.mem.aborted()) {
-            // If there is no record yet, a fault of a peer ended this launch.
-            ctx.mem.fault(Wait{Edge::peer_abort, max_ranks, 0}, 0, 0);
-            for (int peer = 0; peer < ctx.args.num_ranks; ++peer) ctx.mem.raise_abort(peer);
+            give_up(ctx);
             if constexpr (T::WeightTiles::any) lose_gradients<T>(ctx);
             if (sums_into_y<T>(ctx.args)) lose_y<T>(ctx);
         } else {
