@@ -83,7 +83,7 @@ def _num_passes(prefix: Tensor, pool_rows: int, block_rows: int) -> Tensor:
         fits, most = torch.where(fit, middle, fits), torch.where(fit, most, middle - 1)
     end = torch.cat([torch.maximum(fits, begin + 1), most.new_full((1,), chunks)])
     passes = torch.ones_like(end)
-    passes[-1] = 0
+    passes[-1].zero_()  # an assignment copies from the host, which no capture takes
     for _ in range(chunks.bit_length()):
         passes, end = passes + passes[end], end[end]
     return passes[:1].to(torch.int32)
