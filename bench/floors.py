@@ -12,6 +12,7 @@ GEMM_TFLOPS = dict.fromkeys(("fp8", "fp8_channel", "fp8xmxfp4"), 1300.0) | dict.
 HBM_BYTES_PER_US = 4.3e6
 NVLINK_BYTES_PER_US = 340e3
 BF16_BYTES = 2
+PRODUCTS = {"bf16": ("bf16", BF16_BYTES), "e4m3": ("fp8", 1)}  # rate, bytes of an operand
 OF_WEIGHTS = {"bf16": BF16_BYTES, "main_grad": 8}  # bytes of a gradient; fp32: and read
 
 
@@ -45,15 +46,16 @@ class Load:
         return gemm, memory + saved, links
 
     def backward(
-        self, precision: str, gradients: str | None, passes: int = 1
+        self, precision: str, gradients: str | None, passes: int = 1, products: str = "bf16"
     ) -> tuple[float, float, float]:
-        """Weight gradients are BF16 whatever the precision. passes: for which they are written once."""
+        """passes: for which gradients of weights are written once. products: what these multiply."""
         h, i, stored = self.shape.hidden, self.shape.intermediate, PRECISIONS[precision]
         rates = [GEMM_TFLOPS["bf16" if stored.packed else precision]]
-        rates += [GEMM_TFLOPS["bf16"]] * (gradients in OF_WEIGHTS)
+        rate_of_weights, operand = PRODUCTS[products]
+        rates += [GEMM_TFLOPS[rate_of_weights]] * (gradients in OF_WEIGHTS)
         gemm = sum(self.shape.flops(self.tokens) / (rate * 1e6) for rate in rates)
         # Written and read once each: rows of dy, x, dx, dgu and hs; read: gu. FP8: rows of dy and dgu besides.
-        row = (3 * h + (self.planes + 1) * i) * BF16_BYTES
+        row = h * BF16_BYTES + (2 * h + (self.planes + 1) * i) * operand
         if stored.x.scaled:
             row += (h + self.planes * i) * stored.x.bytes
         memory = self.hit_weights * stored.w.bytes + self.rows * (

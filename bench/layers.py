@@ -16,6 +16,7 @@ from bench.shapes import problem_of
 from bench.timing import Contender
 from megamoe.backends.call import Call, GradRequest, Needs
 from megamoe.backends.select import make_backend
+from megamoe.core.table import PRECISIONS
 from megamoe.formats.quantization import codec
 from megamoe.formats.quantized import QuantizedRows
 from megamoe.launch.cache import QuantizedCache
@@ -41,6 +42,7 @@ class Entry:
     step_blocks: int | None = None  # None: the default
     # backward: that keep their rows, for one launch of weight gradients; 0: it makes its own
     passes: int = 0
+    products: str | None = None  # operands of weight gradients; None: the layer's default
 
     @property
     def frozen(self) -> bool:
@@ -49,8 +51,9 @@ class Entry:
 
     @property
     def label(self) -> str | None:
-        """The gradients, and of how many passes at once."""
-        return f"{self.gradients} of {self.passes}" if self.passes else self.gradients
+        """The gradients, of how many passes at once, and of which operands if those were named."""
+        parts = [self.gradients or "", f"of {self.passes}" * bool(self.passes)]
+        return " ".join(filter(None, [*parts, self.products and f"by {self.products}"])) or None
 
     def flops(self, shape: Shape, tokens: int) -> float:
         """Return those of `tokens` tokens: backward has twice forward's."""
@@ -61,7 +64,9 @@ class Entry:
         """Return the least time in us that GEMMs, memory and links need, under uniform routing."""
         load = Load(shape, tokens, ranks)
         parts = {"forward": [load.forward(self.precision)], "quantize": [load.quantize()]}
-        parts["backward"] = [load.backward(self.precision, self.gradients, max(self.passes, 1))]
+        products = self.products or PRECISIONS[self.precision].weight_gradients[0]
+        of_backward = self.precision, self.gradients, max(self.passes, 1), products
+        parts["backward"] = [load.backward(*of_backward)]
         parts[E4M3_FORWARD], parts["train"] = parts["forward"], [load.train(self.precision)]
         parts["step"] = parts["forward"] + parts["backward"]
         gemm, memory, link = (sum(part) for part in zip(*parts[self.direction], strict=True))
@@ -90,6 +95,7 @@ class TimedLayer:
         self.masters = masters
         self.fp8: megamoe.ExpertWeights | None = None  # in place of these, where they do not change
         chosen = {"reserve_sms": entry.reserve_sms, "step_blocks": entry.step_blocks}
+        chosen |= {"weight_gradients": entry.products}
         options: dict[str, Any] = {n: value for n, value in chosen.items() if value is not None}
         if profile:
             options["profile"] = True

@@ -32,7 +32,7 @@ class Measurement:
     hbm_floor_us: float
     nvlink_floor_us: float
     direction: str = "forward"
-    # Of weights: bf16, or main_grad, added to fp32; "of" so many passes at once.
+    # Of weights: bf16, or main_grad, added to fp32; "of" so many passes at once, "by" which operands.
     gradients: str | None = None
     reserve_sms: int | None = None  # None: the default
     ctas: int | None = None  # that took part in the last call, on the rank with the fewest
@@ -44,7 +44,7 @@ class Measurement:
         """What took turns with others."""
         parts = [self.backend, "quantizes" if self.direction == "quantize" else ""]
         label = self.gradients or ""
-        parts += [f"+{label}" if label.startswith("main_grad") or " of " in label else ""]
+        parts += [f"+{label}" if any(s in label for s in ("main_grad", " of ", " by ")) else ""]
         parts += ["" if self.reserve_sms is None else f"-{self.reserve_sms} SMs"]
         parts += ["" if self.routing == "uniform" else self.routing]
         return " ".join(filter(None, parts))

@@ -35,31 +35,31 @@ FLOPS_PER_SM_CLOCK = {
 def entries(precision: str, args: argparse.Namespace) -> list[Entry]:
     """Return what takes turns: the backend in every way asked for, then the baselines."""
     gradients: list[str | None] = [None]
-    direction = args.direction
+    direction, of = args.direction, PRECISIONS[precision]
     if direction != "forward":
         gradients = ["bf16", "main_grad"] if args.main_grad else ["bf16"]
     if args.frozen:
-        gradients = [FROZEN, *[FROZEN_MADE] * PRECISIONS[precision].transposes]
+        gradients = [FROZEN, *[FROZEN_MADE] * of.transposes]
     reserves = [None if r == "default" else int(r) for r in args.reserve_sms]
+    products = [p for p in args.weight_gradients if p in (None, *of.weight_gradients)] or [None]
     found = [
-        Entry(args.backend, precision, direction, g, reserve, args.layer)
-        for g in gradients
-        for reserve in reserves
+        Entry(args.backend, precision, direction, g, reserve, args.layer, products=p)
+        for p, g, reserve in product(products, gradients, reserves)
     ]
     if direction == "backward":
         found += [
-            Entry(args.backend, precision, direction, g, passes=n)
-            for g in gradients
-            for n in args.passes
+            Entry(args.backend, precision, direction, g, passes=n, products=p)
+            for p, g, n in product(products, gradients, args.passes)
         ]
-    if direction == "step" and PRECISIONS[precision].w.scaled:
+    if direction == "step" and of.w.scaled:
         found.append(Entry(args.backend, precision, "quantize"))
-    if args.quantized_x and direction == "forward" and PRECISIONS[precision].x.scaled:
+    if args.quantized_x and direction == "forward" and of.x.scaled:
         found.append(Entry(args.backend, precision, E4M3_FORWARD))
     for name in args.baseline:
         in_fp8 = name == gemms.NAME and direction == "forward"
-        of = gemms.PRECISION.get(precision, "bf16") if in_fp8 else "bf16"
-        found.append(Entry(name, of, direction, gradients[0]))
+        stored = gemms.PRECISION.get(precision, "bf16") if in_fp8 else "bf16"
+        backend, layer = (args.backend, args.layer) if name == "bf16" else (name, False)
+        found.append(Entry(backend, stored, direction, gradients[0], through_layer=layer))
     return found
 
 

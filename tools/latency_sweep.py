@@ -38,8 +38,8 @@ def main() -> int:
     parser = parser_of(__doc__)
     add = parser.add_argument
     add("--backend", default="auto", choices=("auto", "mega", "staged", "emulate", "reference"))
-    add("--baseline", nargs="+", default=[], choices=("staged", "autograd", "gemms"),
-        help="alternate with the backend; autograd: staged without recomputation")  # fmt: skip
+    add("--baseline", nargs="+", default=[], choices=("staged", "autograd", "gemms", "bf16"),
+        help="alternate with the backend; autograd: staged without recomputation; bf16: itself")  # fmt: skip
     add(
         "--direction", default="forward", choices=DIRECTIONS, help="train: forward, saves its state"
     )
@@ -48,6 +48,8 @@ def main() -> int:
     add("--frozen", action="store_true", help="backward: without gradients of weights")
     add("--passes", nargs="+", type=int, default=[], metavar="G",
         help="also compute weight gradients of G passes in one launch; us are per pass")  # fmt: skip
+    add("--weight-gradients", nargs="+", default=[None], choices=("bf16", "e4m3"),
+        help="operands of weight gradients in FP8; several alternate")  # fmt: skip
     add("--layer", action="store_true", help="time the layer through autograd, not the launches")
     add("--reserve-sms", nargs="+", default=["default"], type=reserve, metavar="N|default",
         help="SMs left to other kernels; several alternate. default: as in a training layer")  # fmt: skip

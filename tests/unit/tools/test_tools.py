@@ -291,11 +291,14 @@ def test_skewed_routing_is_by_popularity():
 def test_latency_sweep_of_training(direction, tmp_path):
     passes("latency_sweep.py", "--shape", "tiny", "--backend", "reference", "--ranks", 1, "--tokens", 8,
            "--samples", 1, "--direction", direction, "--main-grad", "--precision", "fp8", "--reserve-sms", 0, "default",
-           "--baseline", "staged", "autograd", "gemms", "--local-experts-of", 3, "--out", tmp_path)  # fmt: skip
+           "--weight-gradients", "bf16", "e4m3", "--baseline", "staged", "autograd", "gemms", "bf16",
+           "--local-experts-of", 3, "--out", tmp_path)  # fmt: skip
     rows = csv_rows(tmp_path / "latency.csv")
-    own = [("reference", "fp8", g, r) for g in ("bf16", "main_grad") for r in ("0", "")]
+    kinds = [f"{g} by {p}" for p in ("bf16", "e4m3") for g in ("bf16", "main_grad")]
+    own = [("reference", "fp8", kind, r) for kind in kinds for r in ("0", "")]
     quantizes = [("reference", "fp8", "", "")] * (direction == "step")
-    baselines = [(name, "bf16", "bf16", "") for name in ("staged", "autograd", "gemms")]
+    names = ("staged", "autograd", "gemms", "reference")
+    baselines = [(name, "bf16", "bf16", "") for name in names]
     columns = ("backend", "precision", "gradients", "reserve_sms")
     assert [tuple(r[c] for c in columns) for r in rows] == own + quantizes + baselines
     assert {r["shape"] for r in rows} == {"tiny/ep3"}
