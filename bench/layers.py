@@ -94,8 +94,8 @@ class TimedLayer:
         self.problem = replace(problem, precision=entry.precision)
         self.masters = masters
         self.fp8: megamoe.ExpertWeights | None = None  # in place of these, where they do not change
-        chosen = {"reserve_sms": entry.reserve_sms, "step_blocks": entry.step_blocks}
-        chosen |= {"weight_gradients": entry.products}
+        chosen: dict[str, Any] = {"reserve_sms": entry.reserve_sms}
+        chosen |= {"step_blocks": entry.step_blocks, "weight_gradients": entry.products}
         options: dict[str, Any] = {n: value for n, value in chosen.items() if value is not None}
         if profile:
             options["profile"] = True

@@ -7,7 +7,8 @@
     python tools/soak.py kill                      SIGKILL for the last rank, between and during forward, backward
     python tools/soak.py late mismatch             a rank comes too late; ranks that differ; then a reset
     python tools/soak.py busy streams              others hold SMs; two streams, shared window, moving weights
-    python tools/soak.py train --steps 2000        training steps, all drawn anew; the run twice: the same bits
+    python tools/soak.py train --steps 2000        training steps, all drawn anew; the run twice: the same bits; in FP8
+                                                   also with weight gradients in e4m3, quantized behind each step
     python tools/soak.py train_graph train_nccl    a captured step, replayed; training beside an NCCL loop
     python tools/soak.py train_faults              backward late, of another layer or microbatch, with a foreign state
     torchrun --nproc-per-node 4 tools/soak.py calls    (not kill: torchrun ends all ranks when one dies)

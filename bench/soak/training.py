@@ -14,12 +14,15 @@ from bench.ranks import Rank
 from bench.soak.layer import Outcome, Static, chosen, each_precision, problem_of
 from megamoe.backends.call import Call, GradRequest, Needs
 from megamoe.backends.mega.backend import MegaBackend
+from megamoe.core.table import PRECISIONS
 from megamoe.launch.cache import QuantizedCache
 from megamoe.launch.layout import min_pool_rows
 from megamoe.testing import OVERLOADED, ROUTINGS, Inputs, make_inputs, make_weights, same_bits
 from megamoe.window.window import Window
 
 LOOK = 250  # iterations between two looks at the device
+# By operands of weight gradients: whether masters are quantized behind each step, as by megamoe.after_step().
+FOLLOWS = {"bf16": False, "e4m3": True}
 RATE = 2e-3  # of a step's length over the weights' own
 ROUTES = (*ROUTINGS, OVERLOADED)
 
@@ -35,11 +38,17 @@ class Trainer:
 
     layers: backends of one problem, in the order of their calls. record: [steps, 5] float64 on the device, a row a
     step: the loss, then sums of the bits of y, dx and d_topk_weights, and how many values were not finite.
+    products: operands of the layers' weight gradients.
     """
 
-    def __init__(self, me: Rank, layers: list[Any], steps: int) -> None:
+    def __init__(self, me: Rank, layers: list[Any], steps: int, products: str = "bf16") -> None:
         self.me, self.layers, self.problem = me, layers, layers[0].problem
+        named = len(self.problem.formats.weight_gradients) > 1
+        self.label = self.problem.precision + f" by {products}" * named
         self.caches = [QuantizedCache() for _ in layers]
+        for cache in self.caches:
+            cache.follows = FOLLOWS[products]
+        self.stale = 0  # copies of masters that were not those of the last step
         self.masters = [
             make_weights(self.problem, seed=i, device=me.device, quantize=False) for i in (0, 1)
         ]
@@ -76,8 +85,25 @@ class Trainer:
         for w, (w13, w2) in zip(self.masters, self.start, strict=True):
             w.w13.copy_(w13)
             w.w2.copy_(w2)
+        self._follow()
         self.record.zero_()
         self.step_number.zero_()
+
+    def _follow(self) -> None:
+        for w, cache in zip(self.masters, self.caches, strict=True):
+            if cache.follows:
+                self._given(w, cache)
+
+    def _count_stale(self) -> None:
+        """Compare what the next calls multiply with copies that are made now."""
+        if not self.problem.formats.w.scaled:
+            return
+        for w, cache in zip(self.masters, self.caches, strict=True):
+            copies = []
+            for of in (cache, QuantizedCache()):
+                kinds = self._given(w, of), of.transposed(self.problem, w)
+                copies.append([t for kind in kinds for t in kind.named().values()])
+            self.stale += sum(not same_bits(a, b) for a, b in zip(*copies, strict=True))
 
     @torch.no_grad()
     def forward(self, drawn: Inputs, count: Tensor | None) -> list[tuple[Tensor, Tensor]]:
@@ -121,6 +147,7 @@ class Trainer:
         for w, (dw13, dw2) in zip(self.masters, gradients, strict=True):
             descend(w.w13, dw13)
             descend(w.w2, dw2)
+        self._follow()
         if clear:
             for gradient in (g for into in self.into for g in into.values()):
                 gradient.zero_()
@@ -173,7 +200,9 @@ class Trainer:
             self.step(self.draw(n), n) if one is None else one(n)
             if n % LOOK == LOOK - 1:
                 look()
+                self._count_stale()
         look()
+        self._count_stale()
         weights = [t.detach().clone() for w in self.masters for t in (w.w13, w.w2)]
         return self.record.clone(), weights
 
@@ -188,7 +217,7 @@ def _bits(tensor: Tensor) -> Tensor:
 def verdict(out: Outcome, trainer: Trainer, runs: list[tuple[Tensor, list[Tensor]]]) -> str:
     """Record what went wrong in two equal runs; return the figures."""
     (record, weights), (again, last) = runs
-    precision = trainer.problem.precision
+    precision = trainer.label
     other = (record != again).any(1).nonzero().flatten().tolist()
     out.require(
         not other,
@@ -204,6 +233,7 @@ def verdict(out: Outcome, trainer: Trainer, runs: list[tuple[Tensor, list[Tensor
         for w, s in zip(weights, (t for pair in trainer.start for t in pair), strict=True)
     )
     out.require(moved, f"{precision}: no weight has moved")
+    out.require(trainer.stale == 0, f"{precision}: {trainer.stale} quantized copies were stale")
     return f"{precision} {len(other)} steps differ in the repeat, {lost} values are not finite"
 
 
@@ -219,19 +249,27 @@ def shared_layers(me: Rank, precision: str, **options: Any) -> tuple[Window, lis
     ]
 
 
+def each_products(run: Callable[[str, str], str]) -> Callable[[str], str]:
+    """Return what runs a precision with all operands of weight gradients that it has."""
+    return lambda precision: "; ".join(
+        run(precision, products) for products in PRECISIONS[precision].weight_gradients
+    )
+
+
 def train(me: Rank, args: argparse.Namespace) -> Outcome:
     """Two layers of a window, two microbatches in flight, routing and tokens drawn anew in each; the run, twice."""
     out, steps = Outcome(""), args.steps
 
-    def twice(precision: str) -> str:
-        window, layers = shared_layers(me, precision)
-        trainer = Trainer(me, layers, steps)
+    def twice(precision: str, products: str) -> str:
+        window, layers = shared_layers(me, precision, weight_gradients=products)
+        trainer = Trainer(me, layers, steps, products)
         runs = [trainer.run(steps, window.check) for _ in range(2)]
         text = verdict(out, trainer, runs)
         window.close()
         return text
 
-    out.text = f"2 x {steps} steps a precision, 8 launches each, {each_precision(args, twice)}"
+    told = each_precision(args, each_products(twice))
+    out.text = f"2 x {steps} steps a precision, 8 launches each, {told}"
     return out
 
 
@@ -239,9 +277,9 @@ def train_graph(me: Rank, args: argparse.Namespace) -> Outcome:
     """One captured step, forward, backward and update, replayed with other tokens, routes and counts; bits as eager."""
     out, steps = Outcome(""), args.replays
 
-    def eager_and_replayed(precision: str) -> str:
-        window, layers = shared_layers(me, precision)
-        trainer = Trainer(me, layers, steps)
+    def eager_and_replayed(precision: str, products: str) -> str:
+        window, layers = shared_layers(me, precision, weight_gradients=products)
+        trainer = Trainer(me, layers, steps, products)
         static = Static(trainer.problem, me.device)
         batch = static.inputs, static.count
 
@@ -264,6 +302,6 @@ def train_graph(me: Rank, args: argparse.Namespace) -> Outcome:
         window.close()
         return text
 
-    told = each_precision(args, eager_and_replayed)
+    told = each_precision(args, each_products(eager_and_replayed))
     out.text = f"{steps} steps eager, {steps} replays a precision {told}"
     return out

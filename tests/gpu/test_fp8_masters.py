@@ -70,10 +70,12 @@ def test_layers_on_two_streams_share_the_buffer():
         assert same_bits(x.grad, expected)
 
 
+@pytest.mark.parametrize("products", ["bf16", "e4m3"])
 @pytest.mark.parametrize("way", ["kept", "made"])
-def test_a_graph_of_a_step_follows_fp32_masters(way):
-    expected = trained([make(dtype=torch.float32, transposes=way)], steps=6)
-    graphed = make(dtype=torch.float32, transposes=way)
+def test_a_graph_of_a_step_follows_fp32_masters(way, products):
+    options = {"dtype": torch.float32, "transposes": way, "weight_gradients": products}
+    expected = trained([make(**options)], steps=6)
+    graphed = make(**options)
     optimizer = torch.optim.AdamW(graphed.parameters(), lr=1e-3, fused=True, capturable=True)
     megamoe.after_step(optimizer, graphed)
     x, ids, weights = batch()

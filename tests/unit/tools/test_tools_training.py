@@ -15,6 +15,7 @@ from bench.demo.curves import compare_curves, read, runs, summarize
 from bench.demo.model import ModelConfig
 from bench.demo.training import Recipe, Setup, train
 from bench.ranks import Rank
+from bench.soak import training
 from bench.soak.layer import Outcome
 from bench.soak.training import ROUTES, Trainer, verdict
 from bench.tables import write_table
@@ -80,6 +81,23 @@ def test_soak_train_says_what_differs_in_a_repeat(backend, found, precision):
     assert bool(out.failures) == bool(found)
     for text in found:
         assert any(text in failure for failure in out.failures), out.failures
+
+
+@pytest.mark.parametrize(("products", "lost"), [("bf16", False), ("e4m3", False), ("e4m3", True)])
+def test_soak_train_sees_copies_that_a_step_left_behind(products, lost, monkeypatch):
+    """The fault: steps that nobody counts, as in a graph's replays, and no quantization behind them."""
+    problem = Problem(64, 48, 6, 2, max_tokens=40, precision="fp8")
+    layers = [ReferenceBackend(problem, weight_gradients=products) for _ in range(2)]
+    trainer, out = Trainer(Rank(0, 1, torch.device("cpu")), layers, 3, products), Outcome("")
+    if lost:
+        monkeypatch.setattr(trainer, "_follow", lambda: None)
+        monkeypatch.setattr(training, "descend", lambda w, gradient: w.data.mul_(0.5))
+    runs = [trainer.run(3, lambda: None) for _ in range(2)]
+    assert trainer.label in verdict(out, trainer, runs)
+    assert [f for f in out.failures if "stale" in f] == [
+        f"fp8 by {products}: {trainer.stale} quantized copies were stale"
+    ] * lost
+    assert bool(trainer.stale) == lost
 
 
 def test_soak_train_draws_every_routing_and_odd_numbers_of_tokens():
