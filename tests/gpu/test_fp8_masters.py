@@ -1,9 +1,11 @@
-"""fp32 masters and made transposes on a GPU: bits, streams, graphs."""
+"""fp32 masters, made transposes and gathered e4m3 on GPUs: bits, streams, graphs."""
 
 import pytest
 import torch
+from torch.distributed.fsdp import fully_shard
 
 import megamoe
+from megamoe.testing import launch
 from megamoe.testing.compare import same_bits
 
 pytestmark = pytest.mark.gpu
@@ -100,3 +102,26 @@ def test_a_graph_of_a_step_follows_fp32_masters(way, products):
     torch.cuda.synchronize()
     assert same_bits(graphed.w13.data, expected[3])
     assert same_bits(graphed.w2.data, expected[5])
+
+
+def gathered(rank):
+    """Return which results of gathering e4m3 have the bits of gathering masters, over NCCL."""
+    runs = []
+    for gathers in ("masters", "e4m3"):
+        layer = make(dtype=torch.float32, gathers=gathers)
+        fully_shard(layer)
+        optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-3, fused=True)
+        x, ids, weights = batch()
+        for _ in range(3):
+            layer(x, ids, weights).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        layer.check()
+        runs.append([x.grad, *(p.to_local() for p in layer.parameters())])
+    return [same_bits(*pair) for pair in zip(*runs, strict=True)]
+
+
+@pytest.mark.ep(2, share=False)
+def test_gathered_e4m3_has_the_bits_of_gathered_masters():
+    found = launch(gathered, 2, timeout_s=120, backend="cpu:gloo,cuda:nccl")
+    assert found == [[True] * 3] * 2
