@@ -21,6 +21,7 @@ from megamoe.core.table import PRECISIONS
 from megamoe.testing import OVERLOADED, SKEWED
 from megamoe.testing.shapes import Shape
 
+ITSELF = "itself"  # a baseline: the backend in BF16
 ROUTINGS = ("uniform", SKEWED, "hot", "one_rank", OVERLOADED)  # in which every route is computed
 FLOPS_PER_SM_CLOCK = {
     "fp8": 8192,
@@ -58,7 +59,7 @@ def entries(precision: str, args: argparse.Namespace) -> list[Entry]:
     for name in args.baseline:
         in_fp8 = name == gemms.NAME and direction == "forward"
         stored = gemms.PRECISION.get(precision, "bf16") if in_fp8 else "bf16"
-        backend, layer = (args.backend, args.layer) if name == "bf16" else (name, False)
+        backend, layer = (args.backend, args.layer) if name == ITSELF else (name, False)
         found.append(Entry(backend, stored, direction, gradients[0], through_layer=layer))
     return found
 

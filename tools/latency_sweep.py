@@ -29,7 +29,7 @@ from bench.dram import CHILD
 from bench.layers import DIRECTIONS
 from bench.ranks import add_launch_arguments, launch
 from bench.shapes import add_shape_arguments, refuse_training
-from bench.sweep import ROUTINGS, reserve, worker
+from bench.sweep import ITSELF, ROUTINGS, reserve, worker
 from bench.timing import MODES
 from megamoe.core.table import PRECISIONS
 
@@ -38,11 +38,9 @@ def main() -> int:
     parser = parser_of(__doc__)
     add = parser.add_argument
     add("--backend", default="auto", choices=("auto", "mega", "staged", "emulate", "reference"))
-    add("--baseline", nargs="+", default=[], choices=("staged", "autograd", "gemms", "bf16"),
-        help="alternate with the backend; autograd: staged without recomputation; bf16: itself")  # fmt: skip
-    add(
-        "--direction", default="forward", choices=DIRECTIONS, help="train: forward, saves its state"
-    )
+    add("--baseline", nargs="+", default=[], choices=("staged", "autograd", "gemms", ITSELF),
+        help="alternate with the backend; autograd: staged without recomputation")  # fmt: skip
+    add("--direction", default="forward", choices=DIRECTIONS, help="train: saves its state")
     add("--quantized-x", action="store_true", help="also forward of an x in e4m3")
     add("--main-grad", action="store_true", help="also add gradients to fp32 tensors")
     add("--frozen", action="store_true", help="backward: without gradients of weights")

@@ -24,7 +24,7 @@ from megamoe.testing.shapes import Shape
 # Options of MegaMoE.
 LAYERS: dict[str, dict[str, Any]] = {
     "bf16": {"precision": "bf16"},
-    "fp8": {"precision": "fp8"},
+    "fp8": {"precision": "fp8", "weight_gradients": "bf16"},
     "fp8-e4m3": {"precision": "fp8", "weight_gradients": "e4m3"},
 }
 SIMULATED = {

@@ -20,7 +20,7 @@ class Options:
         apply_router_weight_on_input: y = expert(x * topk_weights); top_k 1 only
         accumulate_into_main_grad: add gradients of w13, w2 to `main_grad` (Megatron)
         delay_wgrad: weight gradients in `backward_dw()`; `"keep"`: from rows that calls stash
-        weight_gradients: what they multiply: `bf16`, or `e4m3` (FP8)
+        weight_gradients: what they multiply: `bf16`, or `e4m3`, FP8's default
         transposes: of FP8 weights: `kept` by the layer, or `made` in each backward pass
         gathers: what FSDP2 gathers of an FP8 layer: `masters`, or `e4m3` with scales
         init_seed: draw experts by seed and global expert, by torch version; default: torch's generator
@@ -43,7 +43,7 @@ class Options:
     apply_router_weight_on_input: bool = False
     accumulate_into_main_grad: bool = False
     delay_wgrad: bool | Literal["keep"] = False
-    weight_gradients: Literal["bf16", "e4m3"] = "bf16"
+    weight_gradients: Literal["bf16", "e4m3"] | None = None
     transposes: Literal["kept", "made"] = "kept"
     gathers: Literal["masters", "e4m3"] = "masters"
     init_seed: int | None = None

@@ -159,7 +159,7 @@ def _choose(
             {
                 "backend": repr(asked),
                 "window is given": options.get("window") is not None,
-                **agreed_options(options),
+                **agreed_options(problem, options),
                 "what is opened": f"layer {opening.layer} of the group",
                 **opening.equal,
             },
@@ -237,10 +237,15 @@ def check_options(problem: Problem, group: Any, options: Mapping[str, Any]) -> N
         raise ConfigError("ep_size", problem.ep_size, f"{size}, the size of the group")
 
 
-def agreed_options(options: Mapping[str, Any]) -> dict[str, Any]:
+def operands_of(problem: Problem, given: str | None) -> str:
+    """Return what weight gradients multiply: as given, or the precision's default."""
+    return given or problem.formats.weight_gradients[0]
+
+
+def agreed_options(problem: Problem, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options that ranks have to agree on."""
-    products = options.get("weight_gradients") or "bf16"
-    return {"weight_gradients": products, **over_hosts(options)}
+    operands = operands_of(problem, options.get("weight_gradients"))
+    return {"weight_gradients": operands, **over_hosts(options)}
 
 
 def over_hosts(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -309,6 +314,8 @@ def _made(
     if "weight_gradients" not in accepted and options.get("weight_gradients") == "e4m3":
         raise ConfigError("weight_gradients", "'e4m3'", f"'bf16' with backend {name!r}")
     given = {key: value for key, value in options.items() if key in accepted and value is not None}
+    if "weight_gradients" in accepted:
+        given["weight_gradients"] = operands_of(problem, options.get("weight_gradients"))
     if "device" in accepted:
         given["device"] = device
     if "agreed" in accepted:

@@ -172,7 +172,7 @@ PRECISIONS: dict[str, Precision] = {
     for p in (
         Precision("bf16", x=BF16, w=BF16, h=BF16),
         Precision(
-            *("fp8", E4M3_ROWS, E4M3_BLOCKS, E4M3_ROWS), weight_gradients=("bf16", "e4m3"), few=True
+            *("fp8", E4M3_ROWS, E4M3_BLOCKS, E4M3_ROWS), weight_gradients=("e4m3", "bf16"), few=True
         ),
         Precision("fp8_channel", x=E4M3_TOKENS, w=E4M3_CHANNELS, h=E4M3_ROWS, trains=False),
         Precision("fp8xmxfp4", x=E4M3_QUADS, w=MXFP4, h=E4M3_QUADS),

@@ -64,7 +64,7 @@ class Layer:
         options: An Options record. With accumulate_into_main_grad or
             delay_wgrad, the layer is not called inside torch.compile. With delay_wgrad=True, a backward pass keeps dy
             and what its call saved until backward_dw(). "keep" keeps the rows of the weight gradients instead, 4 * H +
-            2 * (P + 1) * I bytes per pool row, half of that with weight_gradients="e4m3"
+            2 * (P + 1) * I bytes per pool row, half of that in FP8
             (memory_report()["stash_bytes"]); backends other than "mega" and "emulate" treat it as True. Default:
             Options().
         **given: Fields of the options, by name.
@@ -106,7 +106,7 @@ class Layer:
             of = getattr(self.placement, "expert_of", None)
             stated = *weighting, repr(chosen.delay_wgrad), of
             equal: dict[str, Any] = dict(zip(_AGREED, stated, strict=True))
-            equal |= {"backend": repr(resolve(backend)), **agreed_options(vars(chosen))}
+            equal |= {"backend": repr(resolve(backend)), **agreed_options(made, vars(chosen))}
             return RankConfig((made, host_name()), equal, made)
 
         said = ranks.agree("a new layer", state)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from megamoe.backends.select import operands_of
 from megamoe.core.config import Problem
 from megamoe.core.errors import ConfigError
 from megamoe.experts.shards import local_part
@@ -34,12 +35,13 @@ def memory_report(of: Problem | Layer | MegaMoE, pool_rows: int | None = None) -
         WorkspaceTooSmall: pool_rows is too small.
     """
     if isinstance(of, Problem):
-        return layout.memory_report(of, pool_rows)
+        return layout.memory_report(of, pool_rows, operands_of(of, None))
     layer = of if isinstance(of, Layer) else getattr(of, "_layer", None)
     if not isinstance(layer, Layer):
         raise ConfigError("of", type(of).__name__, "a Problem, a Layer or a MegaMoE")
     rows = layer.pool_rows if pool_rows is None else pool_rows
-    found = layout.memory_report(layer.window_problem, rows, layer.options.weight_gradients)
+    operands = operands_of(layer.problem, layer.options.weight_gradients)
+    found = layout.memory_report(layer.window_problem, rows, operands)
     if isinstance(of, MegaMoE):
         found["masters_bytes"] = sum(local_part(w)[0].nbytes for w in (of.w13, of.w2))
         found["text"] += f"\nw13 and w2          {found['masters_bytes'] / 2**20:>10.1f} MiB"

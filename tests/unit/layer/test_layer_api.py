@@ -382,7 +382,7 @@ def test_options_are_a_record_or_given_by_name():
     layer = megamoe.Layer(problem, options=record, chunks=4)
     assert layer.options == megamoe.Options(routed_scaling_factor=2.5, chunks=4)
     assert record.chunks == 2
-    of_backend = {"chunks": 4, "exchange": "exact", "weight_gradients": "bf16"}
+    of_backend = {"chunks": 4, "exchange": "exact"}
     assert layer.options.of_backend() == of_backend
     module = megamoe.MegaMoE(64, 48, 6, 2, options=megamoe.Options(init_seed=3), max_tokens=16)
     same = megamoe.MegaMoE(64, 48, 6, 2, init_seed=3, max_tokens=16)

@@ -57,8 +57,9 @@ def test_products_in_fp8_are_those_of_tokens_and_channels():
     expected = torch.cat(by_expert(drawn.topk_ids, lambda e, r: h[r] @ w2[e].T))
     torch.testing.assert_close(y_rows.float(), expected, rtol=2e-2, atol=0.1)
     for name in ("fp8", "fp8_channel", "bf16"):
-        args = Namespace(direction="forward", baseline=["gemms", "staged"], backend="mega", main_grad=False,
-                         frozen=False, reserve_sms=["0"], layer=False, quantized_x=False)  # fmt: skip
+        args = Namespace(direction="forward", baseline=["gemms", "staged"], backend="mega",
+                         main_grad=False, weight_gradients=[None], frozen=False,
+                         reserve_sms=["0"], layer=False, quantized_x=False)  # fmt: skip
         own = "bf16" if name == "bf16" else "fp8_channel"
         assert [e.precision for e in entries(name, args)] == [name, own, "bf16"]
 

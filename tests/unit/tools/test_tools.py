@@ -291,7 +291,7 @@ def test_skewed_routing_is_by_popularity():
 def test_latency_sweep_of_training(direction, tmp_path):
     passes("latency_sweep.py", "--shape", "tiny", "--backend", "reference", "--ranks", 1, "--tokens", 8,
            "--samples", 1, "--direction", direction, "--main-grad", "--precision", "fp8", "--reserve-sms", 0, "default",
-           "--weight-gradients", "bf16", "e4m3", "--baseline", "staged", "autograd", "gemms", "bf16",
+           "--weight-gradients", "bf16", "e4m3", "--baseline", "staged", "autograd", "gemms", "itself",
            "--local-experts-of", 3, "--out", tmp_path)  # fmt: skip
     rows = csv_rows(tmp_path / "latency.csv")
     kinds = [f"{g} by {p}" for p in ("bf16", "e4m3") for g in ("bf16", "main_grad")]
