@@ -181,7 +181,7 @@ def modules(layer: Layer) -> list[str]:
     for backend in (BACKEND, "staged"):
         module = MegaMoE(
             p.hidden, p.intermediate, p.num_experts, p.top_k, layer.group, precision=p.precision,
-            max_tokens=MOST, backend=backend, init_seed=2, device=DEVICE,
+            max_tokens=MOST, backend=backend, init_seed=2, device=DEVICE, weight_gradients="bf16",
         )  # fmt: skip
         x, scores = (t.clone().requires_grad_() for t in (own.x, own.topk_weights))
         y = module(x, own.topk_ids, scores)
