@@ -15,9 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+import megamoe
 from bench.demo.curves import final_loss
 from bench.demo.model import ModelConfig, shared_corpus
 from bench.demo.training import MasterAdamW, Recipe, Setup
@@ -28,7 +29,6 @@ from bench.hf.training import WARM, backward, cross_entropy
 from bench.ranks import Rank
 from bench.tables import PRINTED, header, write_table
 from megamoe.core.table import PRECISIONS
-from megamoe.formats.weights import MASTERS
 
 TRACED = 2  # steps behind the timed ones that are cut into parts
 PARTS = ("attention", "norms", "router", "experts forward", "experts backward", "head")
@@ -189,7 +189,7 @@ class Wide:
             optimizer.step(recipe.rate(step))
             timeline.mark(QUANTIZING)
             if quantizes:
-                quantize(model)
+                megamoe.quantize_experts(model)  # what the optimizer wrote
             timeline.mark(REST)
             if step == 0 and on_gpu:
                 torch.cuda.synchronize()  # an error of a launch ends the case here
@@ -202,14 +202,6 @@ class Wide:
             {part: ms / TRACED for part, ms in timeline.ms().items()},
             torch.cuda.max_memory_allocated(device) / 2**30 if on_gpu else float("nan"),
         )
-
-
-def quantize(model: nn.Module) -> None:
-    """Quantize what the optimizer wrote, behind its step; the next call of a layer would do it otherwise."""
-    weights_of = import_module("megamoe.adapters.transformers_weights").weights_of
-    for module in model.modules():
-        for layer in getattr(module, "_megamoe_layers", {}).values():
-            layer.quantize(weights_of(module, MASTERS))
 
 
 def watch_parts(model: Any, timeline: Timeline) -> None:

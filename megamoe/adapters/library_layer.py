@@ -15,7 +15,9 @@ import torch.distributed as dist
 from megamoe.backends.select import check_options, resolve, window_of
 from megamoe.core.config import Problem
 from megamoe.core.errors import ConfigError
+from megamoe.core.planes import is_dtensor
 from megamoe.core.uncompiled import uncompiled
+from megamoe.formats.weights import ExpertWeights
 from megamoe.group.group import ALONE, Group, Together
 from megamoe.layer.layer import Layer
 from megamoe.window.window import Window, WindowSpec
@@ -65,7 +67,7 @@ class LibraryLayer(Layer):
     """Replace a library's experts by a layer. Layers of one size share a window of hundreds of MB. Collective.
 
     The attribute `borrowed` is what return_window() takes if a layer is dropped without close(). Adapters use
-    `made_for` to replace a layer when its module changes.
+    `made_for` to replace a layer when its module changes, and `weights_of` to read a module of the library.
 
     Args:
         problem: As for megamoe.Layer. Pass a function if only this rank may reject the problem.
@@ -76,6 +78,7 @@ class LibraryLayer(Layer):
     """
 
     made_for: Any = None
+    weights_of: Callable[[Any], ExpertWeights]
 
     def __init__(
         self,
@@ -106,6 +109,12 @@ class LibraryLayers(dict[Any, LibraryLayer]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return LibraryLayers, ()
+
+    def quantize_experts(self, module: Any, follows: bool) -> None:
+        """Do as megamoe.quantize_experts(), for the module of these layers. FSDP2's shards are left alone."""
+        if not any(map(is_dtensor, module.parameters(recurse=False))):
+            for layer in self.values():
+                layer.quantize(layer.weights_of(module), follows)
 
     def close(self) -> None:
         """Free the memory of all layers. The next calls create new ones. Collective."""

@@ -49,7 +49,7 @@ from megamoe.adapters.megatron_experts import (
 )
 from megamoe.core.config import Problem
 from megamoe.core.errors import ConfigError
-from megamoe.formats.weights import ExpertWeights
+from megamoe.formats.weights import ExpertWeights, master_types
 from megamoe.group.group import Group, RankConfig
 
 
@@ -105,7 +105,7 @@ class MegaMoELayer(LibraryModule, MoELayer, metaclass=_EqualToItsBase):
         layer_number: As for MoELayer.
         pg_collection: Megatron's process groups. Default: Megatron's own.
         backend: Backend of megamoe.Layer. Default: "auto".
-        precision: "bf16" or "fp8", of the products; the parameters are bf16. Default: "bf16".
+        precision: "bf16" or "fp8", of the products; the parameters are bf16, with "fp8" also fp32. Default: "bf16".
         max_tokens: Largest number of tokens per rank and call: sequence length x micro-batch / ranks that share a
             sequence. Default: 8192.
         delay_wgrad: As for megamoe.Layer. Default: False.
@@ -182,7 +182,9 @@ class MegaMoELayer(LibraryModule, MoELayer, metaclass=_EqualToItsBase):
 
         def state() -> RankConfig:
             check_experts(self.experts)  # again: they may have been wrapped
-            check_types(self.experts)  # not before: Float16Module casts
+            check_types(
+                self.experts, master_types(self._problem)
+            )  # not before: Float16Module casts
             return RankConfig(lie_descending(self.experts))
 
         # A rank's ids name experts of all, so all have one order, which stays when parameters move.

@@ -20,7 +20,7 @@ from megamoe.adapters.library_activations import candidates, matching
 from megamoe.adapters.library_parameters import as_one, joined, tie, weights_from
 from megamoe.core.config import Activation
 from megamoe.core.errors import ConfigError
-from megamoe.formats.weights import ExpertWeights
+from megamoe.formats.weights import MASTERS, ExpertWeights
 
 # Options of TransformerConfig that a layer does not follow: what they have to be instead.
 _OFF = {
@@ -109,14 +109,14 @@ def check_experts(experts: Any) -> None:
             )
 
 
-def check_types(experts: Any) -> None:
-    """Raise ConfigError for parameters that a layer would have to convert."""
+def check_types(experts: Any, masters: tuple[torch.dtype, ...]) -> None:
+    """Raise ConfigError for parameters that a layer would have to convert. masters: dtypes of matrices."""
     for name, parameter in experts.named_parameters():
-        floats = torch.float32, torch.bfloat16
-        allowed = floats if "bias" in name else floats[1:]
+        allowed = MASTERS if "bias" in name else masters
         if parameter.dtype not in allowed or type(parameter.data) is not Tensor:
             value = f"{type(parameter.data).__name__} of {parameter.dtype}"
-            raise ConfigError(f"experts.{name}", value, f"a plain tensor of {allowed[-1]}")
+            expected = "a plain tensor of " + " or ".join(map(str, allowed))
+            raise ConfigError(f"experts.{name}", value, expected)
 
 
 def await_parameters(experts: Any) -> None:
@@ -186,7 +186,7 @@ def weights_of(
     """Return the experts as a layer takes them.
 
     adding: gradients of matrices go to main_grad. descending: the last expert comes first. copies: FP8 copies are made
-    of the matrices, which live as long as the parameters stay what they are.
+    of the matrices, bf16 or fp32, which live as long as the parameters stay what they are.
     """
     order = slice(None, None, -1 if descending else 1)
     parameters = {kind: of_kind[order] for kind, of_kind in _parameters(experts).items()}
@@ -199,7 +199,7 @@ def weights_of(
     # Hundreds of parameters: not for nothing.
     sources = [parameters[n] if copies else () for n in ("w13", "w2")]
     biases = [torch.stack(parameters[n]) for n in ("b13", "b2") if n in parameters]
-    return weights_from((w13, w2), sources, biases)
+    return weights_from((w13, w2), sources, biases, MASTERS if copies else MASTERS[:1])
 
 
 def _parameters(experts: Any) -> dict[str, list[Any]]:

@@ -40,6 +40,7 @@ from megamoe.adapters.torchtitan_experts import (
 from megamoe.core.config import Problem
 from megamoe.core.errors import ConfigError
 from megamoe.formats.versions import invalidate
+from megamoe.formats.weights import expected_weights, master_types
 
 
 class MegaRoutedExperts(LibraryModule, RoutedExperts):
@@ -71,7 +72,9 @@ class MegaRoutedExperts(LibraryModule, RoutedExperts):
     def __init__(self, config: Config) -> None:
         check_class(config.inner_experts)
         self._config = config
-        self._stated = check(config.backend, config.options, self._problem_over(None), trains=True)
+        problem = self._problem_over(None)
+        self._stated = check(config.backend, config.options, problem, trains=True)
+        self._masters = master_types(problem)
         super().__init__(config)
         expect_writes(self.inner_experts)
         self._mesh: Any = None
@@ -101,13 +104,26 @@ class MegaRoutedExperts(LibraryModule, RoutedExperts):
         x = x_BLD.bfloat16().flatten(0, 1)
         ids, scores = (t.flatten(0, 1) for t in (topk_expert_ids_BLK, topk_scores_BLK))
         with together(layer):
-            weights = weights_of(self.inner_experts)
+            weights = weights_of(self.inner_experts, self._masters)
             held = layer.problem.num_local_experts()
             found = weights.w13.shape[0], weights.w2.shape[-1]
             if found != (held, layer.problem.intermediate):
                 expected = f"{(held, layer.problem.intermediate)}: no tensor-parallel experts"
                 raise ConfigError("experts and their hidden_dim on this rank", found, expected)
         return layer(x, ids, scores, weights).to(x_BLD.dtype).view_as(x_BLD)
+
+    def quantize_experts(self, follows: bool = False) -> None:
+        """Do as megamoe.quantize_experts(), for these experts. FSDP2's shards are left alone.
+
+        Args:
+            follows: As for megamoe.Layer.quantize(). Default: False.
+        """
+        layer = self._layer
+        if layer is None:
+            return
+        weights, problem = weights_of(self.inner_experts, self._masters), layer.problem
+        if tuple(weights.w2.shape) == expected_weights(problem)["w2"][0]:
+            layer.quantize(weights, follows)
 
     def _problem_over(self, group: Any) -> Problem:
         config = self._config

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts
@@ -13,7 +14,7 @@ from megamoe.adapters.library_activations import candidates, matching
 from megamoe.adapters.library_parameters import in_turn, joined, local, tie, weights_from
 from megamoe.core.config import Activation, activation_by_name
 from megamoe.core.errors import ConfigError
-from megamoe.formats.weights import ExpertWeights
+from megamoe.formats.weights import MASTERS, ExpertWeights
 
 
 def activation_of(config: Any) -> Activation:
@@ -30,8 +31,8 @@ def activation_of(config: Any) -> Activation:
     return matching(gate, tried, "GptOssGroupedExperts")
 
 
-def weights_of(experts: Any) -> ExpertWeights:
-    """Return the experts as a layer takes them: this rank's part, copied where it is not bf16.
+def weights_of(experts: Any, masters: tuple[torch.dtype, ...] = MASTERS[:1]) -> ExpertWeights:
+    """Return the experts as a layer takes them: this rank's part, cast to bf16 unless it has a dtype of `masters`.
 
     w1 and w3 are copied unless w3 lies behind w1 in one tensor; the others are read in place.
     """
@@ -44,7 +45,7 @@ def weights_of(experts: Any) -> ExpertWeights:
     else:
         first, second = (experts.w1_EFD, experts.w3_EFD), experts.w2_EDF
         w13 = joined([local(p) for p in first]).transpose(0, 1)
-    return weights_from((w13, local(second)), (first, (second,)), biases)
+    return weights_from((w13, local(second)), (first, (second,)), biases, masters)
 
 
 def check_class(config: Any) -> None:

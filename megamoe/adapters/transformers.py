@@ -46,7 +46,7 @@ from megamoe.adapters.transformers_weights import (
 )
 from megamoe.core.config import Problem
 from megamoe.core.errors import ConfigError
-from megamoe.formats.weights import MASTERS, ExpertWeights
+from megamoe.formats.weights import ExpertWeights, master_types
 
 try:
     from transformers.distributed.expert_parallel import EPImplementationInterface
@@ -84,7 +84,7 @@ class Experts:
         problem = Problem(128, 128, 1, 1, max_tokens=max_tokens, precision=stated)  # raises
         self._stated = check(backend, options, problem)
         self._precision, self._max_tokens = precision, max_tokens
-        self._masters = MASTERS if problem.formats.w.scaled else MASTERS[:1]
+        self._masters = master_types(problem)
         self._modules: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()  # in order of calls
         # Closing is collective, and garbage is not collected at the same time on all ranks.
         self._spread: list[LibraryLayer] = []
@@ -199,6 +199,7 @@ class Experts:
             old.close()
         module._megamoe_layers[key] = layer
         layer.made_for = formula_of(module)
+        layer.weights_of = partial(weights_of, masters=self._masters)
         self._modules[module] = None
         if group is not None:
             self._spread.append(layer)

@@ -331,6 +331,11 @@ def _kind(problem: Problem) -> str:
 MASTERS = torch.bfloat16, torch.float32
 
 
+def master_types(problem: Problem) -> tuple[torch.dtype, ...]:
+    """Return the dtypes that masters may have: fp32 too where the precision quantizes them."""
+    return MASTERS if problem.formats.w.scaled else MASTERS[:1]
+
+
 def masters_of(problem: Problem, w13: Tensor) -> torch.dtype | None:
     """Return the dtype that masters like w13 must have; None for weights in the problem's own format."""
     if not (problem.formats.w.scaled and w13.dtype.itemsize > 1):

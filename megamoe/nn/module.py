@@ -25,7 +25,7 @@ from megamoe.experts.placement import ExpertPlacement
 from megamoe.experts.shards import Place, distributed, read, write
 from megamoe.experts.tensors import is_fsdp
 from megamoe.formats.quantized import keeping
-from megamoe.formats.weights import MASTERS, ExpertWeights, expected_weights
+from megamoe.formats.weights import ExpertWeights, expected_weights, master_types
 from megamoe.launch.gathered import Shards, plain
 from megamoe.layer.layer import Layer
 from megamoe.layer.placed import PlacedLayer
@@ -115,7 +115,7 @@ class MegaMoE(nn.Module):
                 bias=bias,
             )
             check_device(backend, made, ranks, device)
-            allowed = MASTERS if made.formats.w.scaled else MASTERS[:1]
+            allowed = master_types(made)
             if dtype not in allowed:
                 expected = " or ".join(map(str, allowed)) + f" with precision {precision!r}"
                 raise ConfigError("dtype", dtype, expected)

@@ -7,9 +7,10 @@ averages and optimizer states that assume equal ranks are wrong for experts. doc
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -209,9 +210,16 @@ def quantize_experts(model: nn.Module) -> None:
 
 def _quantize(model: nn.Module, follows: bool = False) -> None:
     for module in model.modules():
-        quantize = getattr(type(module), "quantize_experts", None)  # of adapters' modules, too
-        if quantize is not None:
-            quantize(module, follows)
+        if (quantize := _quantizer(module)) is not None:
+            quantize(follows)
+
+
+def _quantizer(module: nn.Module) -> Callable[[bool], None] | None:
+    """Return what quantizes the experts of this module, of an adapter too; None where it holds none."""
+    if hasattr(type(module), "quantize_experts"):
+        return cast(Any, module).quantize_experts
+    layers: Any = getattr(module, "_megamoe_layers", None)  # transformers', after the first call
+    return None if layers is None else partial(layers.quantize_experts, module)
 
 
 def after_step(optimizer: Optimizer, model: nn.Module) -> None:
@@ -224,7 +232,7 @@ def after_step(optimizer: Optimizer, model: nn.Module) -> None:
     Args:
         optimizer: A torch.optim.Optimizer, or accelerate's, that holds experts of `model`. After the step() of other
             optimizers, such as Megatron's, call quantize_experts().
-        model: The model.
+        model: The model. Experts of transformers are known after their first call.
 
     Raises:
         ArgumentError: `optimizer` is something else, or holds no experts of `model`.
@@ -234,8 +242,8 @@ def after_step(optimizer: Optimizer, model: nn.Module) -> None:
     if not isinstance(optimizer, Optimizer) or not isinstance(inner, Optimizer):
         raise ArgumentError("optimizer", type(optimizer).__name__, expected)
     held = {id(p) for group in inner.param_groups for p in group["params"]}
-    layers = [module for module in _model(model).modules() if isinstance(module, MegaMoE)]
-    if not any(id(p) in held for layer in layers for p in (layer.w13, layer.w2)):
+    known = [module for module in _model(model).modules() if _quantizer(module) is not None]
+    if not any(id(p) in held for module in known or [model] for p in module.parameters()):
         raise ArgumentError("optimizer", "one without experts of the model", expected)
     steps, of = weakref.ref(inner), weakref.ref(model)
 

@@ -428,10 +428,14 @@ class MainParameters:
             self.ddp.start_param_sync()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("at_once", [False, True])
-def test_main_parameters_are_followed_once_a_step(at_once, overlap):
+def test_main_parameters_are_followed_once_a_step(at_once, overlap, dtype):
+    """Experts in fp32 are their own main parameters: no bf16 copy of them exists."""
     ours = model_of(True, {"precision": "fp8"})
+    for layer in ours.decoder.layers:
+        layer.mlp.experts.to(dtype)
     options = {"overlap_param_gather": overlap, "overlap_grad_reduce": overlap}
     config = DistributedDataParallelConfig(use_distributed_optimizer=True, **options)
     ddp = DistributedDataParallel(ours.config, config, ours)
@@ -453,6 +457,11 @@ def test_main_parameters_are_followed_once_a_step(at_once, overlap):
             ddp.zero_grad_buffer()
     due = 2 * len(ours.decoder.layers)
     assert seen["stale"] == 0
+    mlp = ours.decoder.layers[0].mlp
+    assert {w.dtype for w in mlp._weights(mlp._layer).named().values()} == {dtype}
+    shared = {b.param_data.data_ptr() for b in optimizer.buffers if b.param_dtype == torch.float32}
+    assert shared <= {main.data_ptr() for main in optimizer.mains}
+    assert bool(shared) == (dtype == torch.float32)
     assert steps == ([due] * 3 if at_once else [0] * 3)
     assert of_calls == ([due, 0, 0] if at_once else [due] * 3)
     with pytest.raises(ArgumentError, match="quantize_experts"):

@@ -8,8 +8,10 @@ from unittest import mock
 import pytest
 import torch
 
+import megamoe
 from megamoe.core.config import ACTIVATIONS, Activation
 from megamoe.core.errors import ArgumentError, ConfigError
+from megamoe.formats.weights import MASTERS
 from megamoe.testing import assert_close, same_bits
 from megamoe.testing.copies import watched
 
@@ -120,6 +122,35 @@ def test_experts_are_quantized_once_a_step(kind):
             ours.init_states()
             ours(rows(dtype=dtype))
     assert seen == {"stale": 0, "q": 2 * (1 + 2 + 1 + 1)}
+
+
+def test_fp32_masters_are_quantized_without_a_bf16_copy():
+    """FP8 reads them as they are, and the step quantizes them; their gradients are sums before any rounding."""
+    options = {"precision": "fp8", "backend": "reference"}
+    _, ours = pair_of(dtype=torch.float32, options=options)
+    inner = ours.routed_experts.inner_experts
+    with torch.no_grad():
+        inner.w2_EDF.mul_(1 + 2**-12)  # to numbers that bf16 has not
+    optimizer = torch.optim.AdamW(ours.parameters(), lr=1e-2, fused=True)
+    megamoe.after_step(optimizer, ours)
+    x, of_calls, of_steps = rows(dtype=torch.float32), [], []
+    with watched() as seen:
+        for _ in range(2):
+            before = seen["q"]
+            for _ in range(2):
+                ours(x).square().sum().backward()
+            of_calls.append(seen["q"] - before)
+            optimizer.step()
+            of_steps.append(seen["q"] - before - of_calls[-1])
+    assert seen["stale"] == 0
+    assert (of_calls, of_steps) == ([2, 0], [2, 2])
+    layer = ours.routed_experts._layer
+    expected = weights_of(inner, MASTERS).quantized(layer.problem)
+    assert same_bits(layer._runtime.cache._entries["w2"].scale, expected.w2_scale)
+    assert not same_bits(expected.w2_scale, weights_of(inner).quantized(layer.problem).w2_scale)
+    for p in (inner.w1_EFD, inner.w2_EDF):
+        assert p.grad.dtype == torch.float32
+        assert not torch.equal(p.grad, p.grad.bfloat16().float())
 
 
 def test_checkpointed_modules():

@@ -4,7 +4,7 @@ import pytest
 
 import megamoe
 from megamoe.core.config import Activation
-from megamoe.core.errors import ConfigError
+from megamoe.core.errors import ArgumentError, ConfigError
 from megamoe.testing.copies import watched
 
 transformers = pytest.importorskip("transformers", minversion="5.20")
@@ -84,6 +84,35 @@ def test_experts_are_quantized_once_a_step(name, dtype):
                 p.mul_(-1)
             model(ids)
     assert seen == {"stale": 0, "q": 2 * (3 * layers + 1)}
+    own.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", ["Qwen3Moe", "GptOss"])
+def test_the_step_quantizes(name, dtype):
+    """after_step() knows the experts from their first call on; one of another model's parameters is refused."""
+    own = adapter.register("megamoe_stepped", backend="reference", precision="fp8")
+    model = model_of(name, "megamoe_stepped").to(dtype)
+    due, ids = 2 * len(experts_of(model)), token_ids(2, 12)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    megamoe.after_step(optimizer, model)
+    of_calls, of_steps = [], []
+    with watched() as seen:
+        for _ in range(3):
+            for made, act in (
+                (of_calls, lambda: [model(ids, labels=ids).loss.backward() for _ in range(2)]),
+                (of_steps, optimizer.step),
+            ):
+                before = seen["q"]
+                act()
+                made.append(seen["q"] - before)
+            optimizer.zero_grad()
+    assert seen["stale"] == 0
+    assert of_calls == [due, 0, 0]
+    assert of_steps == [due] * 3
+    dense = torch.optim.SGD(model.lm_head.parameters(), lr=1e-2)
+    with pytest.raises(ArgumentError, match="without experts of the model"):
+        megamoe.after_step(dense, model)
     own.close()
 
 

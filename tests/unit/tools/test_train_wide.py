@@ -10,6 +10,8 @@ from functools import partial
 import pytest
 import torch
 
+import megamoe
+
 transformers = pytest.importorskip("transformers", minversion="5.20")
 
 from bench.hf import wide  # noqa: E402
@@ -108,9 +110,10 @@ def test_a_loss_that_is_not_finite_is_no_result(run, monkeypatch):
     def spoiled(model, *given):
         return wide_backward(model, *given) * (float("nan") if hasattr(seen, "done") else 1.0)
 
-    seen, wide_backward, quantize = argparse.Namespace(), wide.backward, wide.quantize
+    seen, wide_backward, quantize = argparse.Namespace(), wide.backward, megamoe.quantize_experts
     monkeypatch.setattr(wide, "backward", spoiled)
-    monkeypatch.setattr(wide, "quantize", lambda m: (setattr(seen, "done", 1), quantize(m)))
+    behind = lambda m: (setattr(seen, "done", 1), quantize(m))  # noqa: E731
+    monkeypatch.setattr(megamoe, "quantize_experts", behind)
     code, said, cases, _ = run(cases=["bf16", "fp8"])
     assert code == 1
     assert "FAIL: fp8" in said
