@@ -40,7 +40,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 class _Staged(NamedTuple):
-    """One tensor and what it is to hold. leaving: its rows for other ranks; arrived: theirs."""
+    """Hold one tensor and its new rows. leaving: its rows for other ranks; arrived: rows from them."""
 
     tensor: Tensor
     rows: Tensor  # [n] that get another expert
@@ -50,7 +50,7 @@ class _Staged(NamedTuple):
 
 
 class Moves:
-    """The rows that one rank sends, fetches and copies. A rank fetches each expert that it lacks once."""
+    """List the rows that one rank sends, fetches and copies. A rank fetches each missing expert once."""
 
     def __init__(self, old: ExpertPlacement, new: ExpertPlacement, problem: Problem) -> None:
         begin, rank = problem.expert_begin(), problem.rank
@@ -81,7 +81,7 @@ class Moves:
 
     @torch.no_grad()
     def stage(self, tensors: Iterable[Tensor]) -> None:
-        """Take all memory that moving these tensors [L, ...] needs. They stay as they are."""
+        """Allocate all memory that moving these tensors [L, ...] needs. It does not change them."""
         for tensor in tensors:
             rows = torch.tensor(self._rows, dtype=torch.int64, device=tensor.device)
             content = tensor.new_empty(len(rows), *tensor.shape[1:])

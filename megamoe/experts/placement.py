@@ -21,9 +21,9 @@ from megamoe.group.group import Group
 
 
 class SlotsOfShared(Problem):
-    """A problem whose slots SharedExperts arranges: computed as an equal one, but takes no placement.
+    """Mark a problem whose slots SharedExperts arranges: it takes no placement, and computes as any other.
 
-    A class, since dataclasses.replace(), copies and pickles keep it.
+    A class, because dataclasses.replace(), copies and pickles keep a class.
     """
 
     __hash__ = Problem.__hash__

@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # 1.2 s to import (2026-11-24): who has such objects has paid
 
 
 def span(problem: Problem) -> list[int]:
-    """Return [E, first expert, number of experts] of this rank: what a state dict's metadata holds."""
+    """Return [E, first expert, number of experts] of this rank, as in a state dict's metadata."""
     return [problem.num_experts, problem.expert_begin(), problem.num_local_experts()]
 
 
@@ -41,14 +41,14 @@ def local_part(value: Tensor) -> tuple[Tensor, int]:
 
 
 class Place:
-    """Where a layer's tensors lie among the E experts. distributed: DTensors over all E, not over L."""
+    """Say which of the E experts a layer's tensors hold. distributed: True: they are DTensors over all E."""
 
     def __init__(self, problem: Problem, group: Any = None, distributed: bool = False) -> None:
         self.problem, self.group, self.distributed = problem, group, distributed
         self._meshes: dict[str, DeviceMesh] = {}  # of the group, by the type of device
 
     def rows(self, value: Tensor) -> tuple[Tensor, int]:
-        """value: a parameter, or of its form -> (this rank's rows, the expert of the first one)."""
+        """value: a parameter, or a tensor of its form -> (this rank's rows, the expert of the first row)."""
         local, first = local_part(value)
         if self.distributed and is_dtensor(value):
             return local, first
@@ -56,7 +56,7 @@ class Place:
         return local, self.problem.expert_begin() + first
 
     def whole(self, name: str, value: Tensor) -> Tensor:
-        """Return a parameter as the layer computes with it: all its experts, not FSDP2's shard of them."""
+        """Return a parameter as the layer multiplies it: all local experts, not FSDP2's shard of them."""
         if not is_dtensor(value):
             return value
         if self.distributed:
@@ -68,13 +68,13 @@ class Place:
         raise ArgumentError(name, "FSDP2's shard of it", expected)
 
     def mixed(self, ranks: Iterable[int]) -> list[int]:
-        """Return which of these ranks hold different experts of the layer, of which there are none or several."""
+        """Return those of these ranks that hold different experts of the layer: none or several."""
         own = dist.get_process_group_ranks(self.group) if self.problem.ep_size > 1 else []
         shared = sorted(set(ranks) & set(own))
         return shared if len(shared) > 1 else []
 
     def _check_mesh(self, value: Tensor) -> None:
-        """Raise RankMismatch where FSDP2 shards or copies over ranks that hold other experts."""
+        """Raise RankMismatch if FSDP2 shards or replicates over ranks that hold different experts."""
         if is_dtensor(value) and (mixed := self.mixed(value.device_mesh.mesh.flatten().tolist())):
             raise RankMismatch(
                 f"fully_shard() was given the experts over ranks {mixed}, which hold different ones of the "
@@ -83,7 +83,7 @@ class Place:
             )
 
     def spread(self, value: Tensor) -> Tensor:
-        """Return a parameter, or what has its form, as a tensor over all E experts that shares its memory."""
+        """Return a parameter, or a tensor of its form, as a tensor over all E experts that shares its memory."""
         if self.problem.ep_size == 1 or (self.distributed and is_dtensor(value)):
             return value
         local, begin = self.rows(value)
@@ -98,7 +98,7 @@ class Place:
         )
 
     def _placed(self, value: Tensor) -> tuple[DeviceMesh, list[Any]] | None:
-        """Return the mesh and the placements of spread(value); None where no DTensor has its rows."""
+        """Return the mesh and placements of spread(value); None if no DTensor can have these rows."""
         ranks = self.problem.ep_size
         if self.problem.num_experts % ranks:
             return None
@@ -128,11 +128,11 @@ class Place:
         return root[tuple(ordered)], [placed[name] for name in ordered]
 
     def take(self, name: str, value: Tensor, parameter: Tensor | None, told: list[int]) -> Tensor:
-        """Return what load_state_dict may copy into `parameter`; raise ArgumentError if it is not ours.
+        """Return the rows for load_state_dict to copy into `parameter`; raise ArgumentError for rows of other experts.
 
         value: DTensor or ExpertRows, or a plain tensor of this rank's experts or of all E.
-        parameter: what is there, perhaps FSDP2's shard of it; None: nothing yet, this rank's experts are due.
-        told: span() of who wrote a plain `value`.
+        parameter: the target, perhaps FSDP2's shard; None: nothing yet, return this rank's experts.
+        told: span() of the rank that wrote a plain `value`.
         """
         total, begin, count = span(self.problem)
         if is_dtensor(value):

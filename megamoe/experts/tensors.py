@@ -25,11 +25,11 @@ def is_fsdp(module: torch.nn.Module) -> bool:
 
 
 class ExpertRows(torch.Tensor):
-    """Rows [begin, begin + len(local)) of a tensor over `total` experts, which has that size and no operations.
+    """Stand for a tensor over `total` experts with rows [begin, begin + len(local)) alone; it has no operations.
 
     DTensor splits 60 experts over 8 ranks into 8, 8, 8, 8, 8, 8, 8, 4, the layer into 8, 8, 8, 8, 7, 7, 7, 7.
-    ShardedTensor can say so, but torch's full state dicts pad its parts as if they were DTensor's. DCP reads and
-    writes these rows by the protocol that DTensor has. Everything that would take them for all experts raises.
+    ShardedTensor can describe this, but torch's full state dicts pad its parts like those of DTensor. DCP reads and
+    writes these rows by DTensor's protocol. Every operation that would need all experts raises.
     """
 
     local: Tensor
@@ -59,7 +59,7 @@ class ExpertRows(torch.Tensor):
         return f"ExpertRows([{self.begin}, {end}) of {self.total}, {self.local!r})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Raise ArgumentError: the file would hold one rank's experts, also where all were asked for."""
+        """Raise ArgumentError: the file would hold one rank's experts even where all are requested."""
         raise _refused("pickle")
 
     # the protocol that DCP asks of a tensor that knows its place

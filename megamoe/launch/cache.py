@@ -54,9 +54,9 @@ def quantize_weights(
     transposed: bool,
     transposed_out: Pair | None,
 ) -> tuple[Pair, Pair | None]:
-    """Return (q, scale), and their transposes if `transposed`. The `out`s: memory for them.
+    """Return (q, scale), and their transposes if `transposed`. out, transposed_out: memory for them.
 
-    To e4m3 by the fused kernel on Hopper where there is one, else by torch; the same bits.
+    The fused kernel makes e4m3 on Hopper, else torch does; with equal bits.
     """
     formulas = codec(stored)  # raises for a format that this cannot make
     if stored != E4M3_BLOCKS and formulas is not None:
@@ -148,7 +148,7 @@ def _counts(w13: Tensor, w2: Tensor) -> tuple[Any, ...]:
 
 
 class _Buffer:
-    """Memory for the transposes of one layer at a time. It lives as long as layers hold it."""
+    """Hold memory for the transposes of one layer at a time. It lives as long as layers refer to it."""
 
     def __init__(self, device: torch.device, size: int, dtype: torch.dtype) -> None:
         self.memory = torch.empty(size, dtype=dtype, device=device)
@@ -162,7 +162,7 @@ class _Buffer:
         return found
 
     def transposes(self, forward: ExpertWeights, planes: int) -> TransposedWeights:
-        """Return where the transposes of these weights go. Scales, 4 bytes per block, are the layer's."""
+        """Return views for the transposes of these weights. Scales, 4 bytes per block, have memory of their own."""
         num, hidden, intermediate = forward.w2.shape
         w13 = self.memory[: forward.w13.numel()].view(num, planes, hidden, intermediate)
         w2 = self.memory[w13.numel() :][: forward.w2.numel()].view(num, 1, intermediate, hidden)
@@ -241,9 +241,9 @@ class QuantizedCache:
     def weights(
         self, problem: Problem, masters: ExpertWeights, trains: bool = False
     ) -> ExpertWeights:
-        """Return quantized weights of masters, and their biases as they are.
+        """Return quantized weights of masters, with the same biases.
 
-        trains: transposed() will be asked for their transposes.
+        trains: True: transposed() will need their transposes.
         """
         seen, trains = self._seen, trains and not self.makes
         if seen is not None and seen.holds(masters, trains):
@@ -265,12 +265,12 @@ class QuantizedCache:
         return made
 
     def transposed(self, problem: Problem, given: ExpertWeights) -> TransposedWeights:
-        """Return what a backward pass multiplies: of masters what their forward pass made, biases as given.
+        """Return the transposes that a backward pass multiplies, with the given biases.
 
-        Masters of another version than the last forward pass had are quantized again. e4m3 weights are transposed
-        once per version, into the same storage; steps of optimizers are no part of that.
-        Raises MegaMoEError while a graph is captured that would have to make what other calls find here: nothing runs
-        then, and they would find garbage.
+        Transposes of masters are those of the forward pass, unless the masters have changed since; then they are
+        quantized again. e4m3 weights are transposed once per version, whatever optimizers step.
+        Raises MegaMoEError if a graph is captured that would have to create transposes: a capture runs nothing, so
+        later calls would read garbage.
         """
         seen = self._seen
         if seen is not None and seen.holds(given, not self.makes):
@@ -293,9 +293,9 @@ class QuantizedCache:
     @torch.inference_mode(False)
     @torch.no_grad()
     def _made_for(self, problem: Problem, forward: ExpertWeights) -> TransposedWeights:
-        """Write transposes to the buffer that the layers of a device share, for the next launch alone.
+        """Write transposes to the buffer that the layers of a device share, for the next launch only.
 
-        A layer keeps its place in one buffer, also when a larger layer has made another: graphs read that place.
+        A layer keeps its place in one buffer, even if a larger layer has allocated another: graphs read that place.
         """
         w13, w2, planes, made = forward.w13, forward.w2, problem.activation.planes, self._made
         assert forward.w13_scale is not None
@@ -354,7 +354,7 @@ class QuantizedCache:
 
 
 def _gathered(masters: ExpertWeights) -> ExpertWeights | None:
-    """Return what stands behind parameters that FSDP2 gathered in e4m3, see gathered.py; None for others."""
+    """Return the e4m3 weights of parameters that FSDP2 gathered, see gathered.py; None for other parameters."""
     of13: Pair | None = getattr(masters.w13, "_megamoe_gathered", None)
     of2: Pair | None = getattr(masters.w2, "_megamoe_gathered", None)
     if of13 is None or of2 is None:

@@ -24,7 +24,7 @@ _VIEWS = {getattr(torch.ops.aten, n).default for n in ("detach", "alias", "as_st
 
 
 class Gathered(torch.Tensor):
-    """A parameter of all experts of a layer that FSDP2 gathered in another format. It has a size and no numbers."""
+    """Stand for a parameter of all local experts that FSDP2 gathered in e4m3. It has a size and no values."""
 
     pair: Pair
 
@@ -68,7 +68,7 @@ class _Stand(torch.autograd.Function):
 
 
 def plain(w: Tensor) -> Tensor:
-    """Return what a call takes in place of a parameter: itself, unless it is a Gathered one."""
+    """Return what a call takes for a parameter: the parameter, or a plain tensor for a Gathered one."""
     if not isinstance(w, Gathered):
         return w
     stand: Any = _Stand.apply(w)
@@ -84,7 +84,7 @@ class Shards:
         self.cache, self._stored, self._planes = QuantizedCache(), stored, planes
 
     def attach(self, module: Any) -> None:
-        """Give a module's shards FSDP2's hooks. Raise ArgumentError where these cannot be called."""
+        """Attach FSDP2's hooks to a module's shards. Raise ArgumentError if FSDP2 would not call them."""
         from torch.distributed.fsdp import fully_shard
 
         state: Any = fully_shard.state(module)  # type: ignore[attr-defined]

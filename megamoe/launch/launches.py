@@ -14,11 +14,11 @@ from megamoe.core.errors import MegaMoEError
 
 
 class _LaunchOrder:
-    """Our launches on one device, one after the other in host order, whichever streams they are on.
+    """Order our launches on one device as the host makes them, on any streams.
 
-    Two persistent kernels of different windows must not share a device: neither would be resident as a whole.
-    Inside a graph capture the order is kept among the launches of that capture. Between a graph's replay and other
-    launches the user orders the streams, as for any graph.
+    Two persistent kernels of different windows must not share a device, because neither would be fully resident.
+    A graph capture orders the launches of that capture. The user orders the streams of a replay and of other
+    launches, as for any graph.
     """
 
     def __init__(self, ordinal: int) -> None:
@@ -28,7 +28,7 @@ class _LaunchOrder:
         self._handle, self._capture = -1, 0
 
     def before_launch(self) -> int:
-        """Return the handle of the current stream, once it waits for our last launch if that was on another one."""
+        """Return the handle of the current stream, after it waits for our last launch on another stream."""
         handle = current_stream_handle(self._ordinal)
         capture = _capture_id(handle) if handle else 0  # nobody captures the default stream
         if handle == self._handle and capture == self._capture:
@@ -88,6 +88,6 @@ def on_device(device: torch.device) -> Any:
 
 
 def refuse_capture(instead: str) -> None:
-    """Raise MegaMoEError, which says what to do instead, where a CUDA graph is being captured."""
+    """Raise MegaMoEError with advice if a CUDA graph is being captured."""
     if torch.cuda.is_current_stream_capturing():
         raise MegaMoEError(instead)

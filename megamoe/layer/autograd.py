@@ -37,12 +37,12 @@ NO_WEIGHTS: dict[str, Any] = dict.fromkeys(ExpertWeights.__dataclass_fields__)
 
 
 class RecordOptions(NamedTuple):
-    """How a call is recorded.
+    """Say how to record a call.
 
-    state_bytes: that the backend keeps.
-    direct: all tensors are plain, and nobody has to see the operators.
-    weights: as they were given. adding: gradients of w13 and w2 are added to their main_grad.
-    delayed: gradients of weights wait there. known: as Call.known.
+    state_bytes: size of the state that the backend saves.
+    direct: True: all tensors are plain, and nothing observes the operators.
+    weights: as the caller passed them. adding: True: add gradients of w13 and w2 to their main_grad.
+    delayed: where weight gradients wait. known: as Call.known.
     """
 
     handle: Tensor
@@ -55,7 +55,7 @@ class RecordOptions(NamedTuple):
 
 
 class _Call(torch.autograd.Function):
-    """One call whose gradients are recorded. Arguments: RecordOptions; Delayed.anchor, or None; Inputs."""
+    """Record one call for autograd. Arguments: RecordOptions; Delayed.anchor, or None; Inputs."""
 
     @staticmethod
     def forward(ctx: Any, how: RecordOptions, anchor: Tensor | None, *tensors: Any) -> Any:
@@ -115,7 +115,7 @@ def _needs(ctx: Any) -> Needs:
 def _operator(
     inputs: Inputs, dy: Tensor | None, handle: Tensor, needs: Needs, state: Tensor
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients by the operator, for who compiles, watches or records."""
+    """Return the gradients by the operator, for compilers, observers and create_graph=True."""
     dy = torch.zeros_like(inputs.x) if dy is None else dy.contiguous()
     made = torch.ops.megamoe.moe_backward(dy, *inputs, handle, needs, state)
     of_x, *others = [g if need else None for g, need in zip(made, needs, strict=True)]
@@ -138,7 +138,7 @@ def _added(
     state: Tensor,
     needs: Needs,
 ) -> Gradients:
-    """Return the gradients; those of w13 and w2 are added to the main_grad of how.weights."""
+    """Return the gradients, and add those of w13 and w2 to the main_grad of how.weights."""
     weights = how.weights
     assert weights is not None
     if torch.is_grad_enabled():
@@ -159,9 +159,9 @@ def _delayed(
     needs: Needs,
     asked: frozenset[str] | None,
 ) -> Gradients:
-    """Return the gradients of x and topk_weights; those of weights wait.
+    """Return the gradients of x and topk_weights, and delay those of weights.
 
-    asked: as of Delayed.add(); None: they are not asked for.
+    asked: as for Delayed.add(); None: no weight requires a gradient.
     """
     if torch.is_grad_enabled():
         raise ArgumentError("create_graph", True, "False with delay_wgrad")
@@ -191,7 +191,7 @@ library.impl("moe_forward", _autograd, "Autograd")
 
 
 def refuse_tangents(tensors: Any) -> None:
-    """Raise ArgumentError for forward-mode derivatives: the operators would drop them, that is, return zeros."""
+    """Raise ArgumentError for forward-mode derivatives, for which the operators would return zeros."""
     if transforms.has_tangent(tensors):
         raise ArgumentError(
             "a tensor with a forward-mode tangent (torch.func.jvp, jacfwd, torch.autograd.forward_ad) was "
@@ -210,7 +210,7 @@ def record(inputs: Inputs, how: RecordOptions) -> Tensor:
 
 
 def apply(inputs: Inputs, handle: Tensor, state_bytes: int = 0, keep: bool = False) -> Tensor:
-    """Call the layer by its operator, for who compiles, watches or records. inputs: checked."""
+    """Call the layer by its operator, for compilers and observers. inputs: validated."""
     y: Tensor
     y, _ = torch.ops.megamoe.moe_forward(*inputs, handle, state_bytes, keep)
     return y

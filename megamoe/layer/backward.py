@@ -23,9 +23,9 @@ ALIGNMENT = 16  # bytes, of what the kernel reads
 
 
 def known_of(known: Any, inputs: Inputs) -> Any:
-    """Return a call's Signature, where the tensors that its backward pass is given still fit it; else None.
+    """Return a call's Signature if the tensors of its backward pass still match it, else None.
 
-    FSDP2 may have freed weights, and hooks of saved tensors may have made others.
+    FSDP2 may have freed weights, and saved-tensor hooks may have replaced tensors.
     """
     if known is None or inputs.w13 is None:
         return None
@@ -43,9 +43,9 @@ def gradients(
 ) -> Gradients:
     """Return the gradients of a call in the dtypes, shapes and strides of its inputs. Collective.
 
-    dy: like x; None is zero. state: that the call's forward kept, never changed.
-    wanted: without `transposed`, which is made here. known: known_of(), None: all inputs are checked.
-    Raises ArgumentError for a dy that is unlike y.
+    dy: like x; None: zeros. state: saved by the call's forward pass, never changed.
+    wanted: without `transposed`, which this function adds. known: known_of(); None: validate all inputs.
+    Raises ArgumentError if dy does not match y.
     """
     x = inputs.x
     if known is None:
@@ -79,7 +79,7 @@ def _are_plain(dy: Tensor, x: Tensor, state: Tensor, state_bytes: int) -> bool:
 def stashed_gradients(
     runtime: Runtime, weights: ExpertWeights, kept: Sequence[StashedRows], wanted: GradRequest
 ) -> Gradients:
-    """Return the weights' gradients of passes that were kept, as gradients() does. Not collective."""
+    """Return the weight gradients of stashed passes, as gradients() does. Not collective."""
     with runtime.lock:
         found = runtime.backend.weight_gradients(weights, kept, wanted)
     return _finished(runtime, found, wanted, weights)
@@ -88,7 +88,7 @@ def stashed_gradients(
 def _finished(
     runtime: Runtime, found: Gradients, wanted: GradRequest, of: Inputs | ExpertWeights
 ) -> Gradients:
-    """Return gradients as autograd takes them. of: what they are of, by name."""
+    """Return gradients as autograd takes them. of: the tensors that they belong to, by name."""
     laid_out: dict[str, Tensor] = {}
     for name, need in wanted.needs._asdict().items():
         grad, leaf = getattr(found, name), getattr(of, name, None)
@@ -131,7 +131,7 @@ def _checked(dy: Tensor | None, x: Tensor) -> Tensor:
 
 
 def _check_there(problem: Problem, inputs: Inputs) -> None:
-    """Refuse weights whose memory was given away behind the call, as frameworks do that shard by `p.data = ...`."""
+    """Raise ArgumentError if memory of weights was freed after the call, as other libraries do by `p.data = ...`."""
     matrix = problem.num_local_experts(problem.rank) * problem.intermediate * problem.hidden
     planes = problem.activation.planes
     for name, w, count in (("w13", inputs.w13, planes * matrix), ("w2", inputs.w2, matrix)):

@@ -33,10 +33,10 @@ Replayed = tuple[Inputs, Tensor | None, Tensor]
 
 @dataclass
 class _Pending:
-    """One backward pass. weights: as the call had them, so that gradients go where autograd's would have gone.
+    """One backward pass that waits. weights: those of the call, so gradients go where autograd would add them.
 
-    asked: names of those that needed a gradient then. One that is frozen since gets none, as autograd has it.
-    rows: that it has kept; or inputs, dy and state, as gradients() takes them.
+    asked: names of weights that required a gradient then. As in autograd, a weight that is frozen now gets none.
+    rows: what the pass stashed; or inputs, dy and state, as gradients() takes them.
     """
 
     weights: ExpertWeights
@@ -66,7 +66,7 @@ class _Pending:
                 raise ArgumentError(name, how, _CHANGED)
 
     def like(self, other: _Pending) -> bool:
-        """Whether both have the same weights: one gradient goes where those of both would have gone."""
+        """Return True if both have the same weights, so that one gradient serves both."""
 
         def lies(w: Tensor | None) -> Any:
             return None if w is None else (w.data_ptr(), w.shape, w.stride(), w.dtype)
@@ -107,10 +107,10 @@ def _version(t: Tensor) -> tuple[int, int]:
 
 
 class Delayed:
-    """The backward passes of one layer whose weight gradients are still to be made, oldest first."""
+    """Hold the backward passes of one layer whose weight gradients are not computed yet, oldest first."""
 
     def __init__(self, adding: bool, keeps: bool) -> None:
-        """adding: gradients of w13 and w2 are added to their main_grad. keeps: passes keep rows, if the backend can."""
+        """adding: add gradients of w13 and w2 to their main_grad. keeps: passes stash rows, if the backend can."""
         self._adding, self.keeps = adding, keeps
         self._queue: deque[_Pending] = deque()
         # An input of every call, so that autograd comes by even where only weights need a gradient.
@@ -124,20 +124,20 @@ class Delayed:
     def add(
         self, weights: ExpertWeights, asked: frozenset[str], rows: StashedRows | Replayed
     ) -> None:
-        """Remember a backward pass whose gradients of x and topk_weights are made.
+        """Add a backward pass whose gradients of x and topk_weights are computed.
 
-        asked: asked_of() the weights when the call was made. rows: that it has kept, or what is replayed.
+        asked: asked_of() the weights at the time of the call. rows: what the pass stashed, or its arguments to replay.
         """
         self._queue.append(_Pending(weights, asked, rows))
         _waiting.add(self)
 
     def check(self) -> None:
-        """Raise ArgumentError where the oldest pass has lost what its gradients are made of."""
+        """Raise ArgumentError if the oldest pass no longer has the tensors that its gradients need."""
         if self._queue:
             self._queue[0].check()
 
     def make(self, runtime: Runtime, passes: int) -> None:
-        """Make the weight gradients of so many passes, from the oldest on. Collective unless they were kept."""
+        """Compute the weight gradients of the oldest passes. Collective unless their rows were stashed."""
         written: set[int] = set()
         if self.keeps and (most := runtime.backend.max_stashed):  # no other rank waits
             self._check_passes(passes, most)
@@ -150,7 +150,7 @@ class Delayed:
                 self._make(runtime, 1, written)
 
     def _check_passes(self, passes: int, most: int) -> None:
-        """Raise ArgumentError unless so many passes wait, and a launch can make those of several. most: 0: none can."""
+        """Raise ArgumentError unless so many passes wait and fit into a launch. most: passes of one; 0: one by one."""
         if isinstance(passes, bool) or not isinstance(passes, int) or passes < 1:
             raise ArgumentError("passes", repr(passes), "a number of backward passes")
         if not self._queue:
@@ -169,7 +169,7 @@ class Delayed:
                 )
 
     def _make(self, runtime: Runtime, passes: int, written: set[int]) -> None:
-        """Make the weight gradients of the oldest pass, or of several that were kept, at once. written: as targets'."""
+        """Compute the weight gradients of the oldest pass, or of several stashed ones. written: as for targets()."""
         into: dict[str, Tensor] = {}
         pending = self._queue[0]
         pending.check()
@@ -214,7 +214,7 @@ _watched: list[Any] = []
 
 @uncompiled("which passes wait is not seen by torch.compile")
 def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Raise MegaMoEError where an optimizer would step without gradients that are still to be made."""
+    """Raise MegaMoEError if an optimizer would step without gradients that still wait."""
     if not _waiting:
         return
     parameters = {id(p) for group in optimizer.param_groups for p in group["params"]}

@@ -54,7 +54,7 @@ class Inputs(NamedTuple):
         return self._replace(**vars(weights))
 
     def call(self, weights: ExpertWeights, known: Any = None) -> Call:
-        """Return what a backend is given, with the weights that it takes. known: as Call.known."""
+        """Return the call for a backend, with the weights that it reads. known: as Call.known."""
         x, topk_ids, topk_weights, x_scale = *self[:3], self.x_scale
         if x.dim() != 2:
             x, topk_ids, topk_weights = flat(x), flat(topk_ids), flat(topk_weights)

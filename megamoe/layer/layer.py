@@ -188,16 +188,16 @@ class Layer:
             raise
 
     def together(self, call: str = "a first call") -> Together:
-        """Return a context that raises an error of its block on all ranks, if they wait in a call of this layer.
+        """Return a context that raises an error of its block on all ranks that wait in a call of this layer.
 
-        call: Where the layer is not open, what they wait in, one of order.CALLS.
+        call: What they wait in if the layer is not open, one of order.CALLS.
         """
         return self.ranks.together(call, lambda: self._runtime and self._runtime.backend)
 
     def _launch(self, known: Signature, *call: Any) -> Tensor:
-        """Make a call that was checked: contiguous, without gradients, and nobody has to see operators.
+        """Make a validated call: contiguous tensors, no gradients, and nothing observes the operators.
 
-        call: x, [..., H], a quantized one too, topk_ids, topk_weights, weights, num_tokens_device, out.
+        call: x [..., H], perhaps quantized, topk_ids, topk_weights, weights, num_tokens_device, out.
         """
         x, topk_ids, topk_weights, weights, num_tokens_device, out = call
         runtime, y = self._runtime, out
@@ -219,7 +219,7 @@ class Layer:
         return y if whole else y.view(known.shape)
 
     def _record(self, known: Signature | None, *call: Any) -> Tensor:
-        """Make a call that was checked, whose gradients are recorded. known: None where somebody sees the operators."""
+        """Make a validated call and record its gradients. known: None if something observes the operators."""
         x, topk_ids, topk_weights, weights, num_tokens_device = call
         runtime = self._runtime
         assert runtime is not None
@@ -239,7 +239,7 @@ class Layer:
         "leave the layer out of the graph, or accumulate_into_main_grad=False and delay_wgrad=False"
     )
     def _uncompiled(self, inputs: Inputs, how: RecordOptions) -> Tensor:
-        """Make the call; its gradients of weights are added to their main_grad, or wait."""
+        """Make a call whose weight gradients are added to main_grad, or wait."""
         assert how.weights is not None
         if how.adding:
             main_grad.check(how.weights)
@@ -286,7 +286,7 @@ class Layer:
         return self._launch(known, given, topk_ids, topk_weights, weights, count, out)
 
     def _traced(self, *call: Any) -> Tensor:
-        """Make a call that torch compiles. Its operator checks it when the graph runs, so that all ranks are told."""
+        """Trace a call for torch.compile. Its operator validates it when the graph runs, so that all ranks raise."""
         x, topk_ids, topk_weights, weights, count, out, x_scale = call
         if self._runtime is None:
             self._open(weights, "a first call")
@@ -313,7 +313,7 @@ class Layer:
         return y if out is None else out.copy_(y)
 
     def _recording(self, inputs: Inputs, out: Tensor | None) -> bool:
-        """Return whether a call's gradients are recorded. Raises ArgumentError where they, or `out`, cannot be."""
+        """Return whether a call's gradients are recorded. Raises ArgumentError if they, or `out`, are impossible."""
         x, tensors = inputs.x, [t for _, t in inputs.named()]
         if out is not None:
             check_tensor("out", out, tuple(x.shape), torch.bfloat16, x.device)
@@ -342,7 +342,7 @@ class Layer:
                 raise ArgumentError(name, "an inference tensor", expected)
 
     def _frozen(self, inputs: Inputs) -> list[str]:
-        """Return which weights of a call require gradients that packed ones do not get."""
+        """Return the packed weights of a call that require gradients, which they never get."""
         given = {"w13": inputs.w13, "w2": inputs.w2} if self.problem.formats.packed else {}
         return [name for name, w in given.items() if w.requires_grad]
 
@@ -423,19 +423,19 @@ class Layer:
         self.ranks.met = False  # a call follows
 
     def _keep(self, weights: ExpertWeights) -> None:
-        """Make all that calls keep on the weights' device: they may be traced, captured or in inference_mode()."""
+        """Allocate on the weights' device what calls keep: they may be traced, captured or in inference_mode()."""
         assert self._runtime is not None
         self._runtime.backend.prepare(self._runtime.weights(weights))
         if self._delayed is not None and self._delayed.keeps:
             self._runtime.backend.prepare_stash()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Layer:
-        """Return another one of the same arguments, not opened yet: collective, and the window is not shared out."""
+        """Return a new layer with the same arguments, not opened yet and with its own window. Collective."""
         group = ALONE if self.group is None else self.ranks
         return Layer(self.problem, group, backend=self.backend, options=self.options)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a saved module keeps: not what is open. A number of this process is another layer's elsewhere."""
+        """Return what pickling keeps: nothing that is open, and no number, which is valid in this process alone."""
         if self.group is not None:
             raise MegaMoEError(
                 f"a layer over {self.problem.ep_size} ranks belongs to their process group and cannot be pickled: save "

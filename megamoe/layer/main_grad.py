@@ -33,10 +33,10 @@ _placeholders: dict[Any, Tensor] = {}
 
 
 class Joint:
-    """Where gradients of a tensor joined from parameters are added: into their main_grad, where these lie as it does.
+    """Say where to add gradients of a tensor joined from parameters: to their main_grad, if these have its layout.
 
-    Where they lie otherwise, a backward pass adds to a tensor of fp32, and add() brings that to them. What joined the
-    parameters calls it, when autograd gets there behind all uses of the joined tensor.
+    With another layout, a backward pass adds to an fp32 tensor, and add() adds that to the main_grad of each. The
+    function that joined the parameters calls add() when autograd reaches it, after all uses of the joined tensor.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Joint:
         cut: Callable[[Tensor], Sequence[Tensor]],
         as_one: Callable[[Sequence[Tensor]], Tensor | None],
     ) -> None:
-        """cut: the parameters' parts of what was joined. as_one: tensors like these parts as a view, or None."""
+        """cut: returns the parameters' parts of a joined tensor. as_one: returns such parts as one view, or None."""
         self.parameters, self._cut, self._as_one = parameters, cut, as_one
         self._between: Tensor | None = None
         self._nothing: Tensor | None = None
@@ -72,16 +72,16 @@ class Joint:
         return self._between
 
     def nothing(self, whole: Tensor) -> Tensor:
-        """Return a gradient of the joined tensor that add() knows to be none, for where autograd wants one."""
+        """Return a placeholder gradient of the joined tensor, for autograd; add() recognizes it."""
         if self._nothing is None:
             self._nothing = torch.zeros((), dtype=whole.dtype, device=whole.device)
         return self._nothing.expand(whole.shape)
 
     def add(self, grad: Tensor | None) -> list[Tensor | None]:
-        """Bring on what was added; return what autograd is given for the parameters.
+        """Add the collected gradients to each main_grad; return what autograd gets for the parameters.
 
-        grad: of the joined tensor, by other ways than a layer that adds. It goes on to grad, or, where that is given a
-            tensor of no meaning, to main_grad.
+        grad: gradient of the joined tensor from other uses than such a layer. It goes to grad, or to main_grad if grad
+            gets a placeholder.
         """
         found: list[Tensor | None] = [None] * len(self.parameters)
         if grad is not None and self._nothing is not None:
@@ -109,7 +109,7 @@ def joined(
 ) -> Tensor:
     """Return tensors as one, see Joined; the gradient goes back to each.
 
-    parameters: whose main_grad it is added to by a layer that does; None: no such layer.
+    parameters: those whose main_grad a layer adds to; None: no layer does.
     """
     joint = None
     if parameters is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
@@ -121,7 +121,7 @@ def joined(
 
 
 def _overwrite(p: Any, written: set[int]) -> None:
-    """Make main_grad zero where it is to be overwritten, and was not by another of the passes that are summed."""
+    """Zero main_grad if it is to be overwritten and no other pass of this sum has done so."""
     if getattr(p, "overwrite_main_grad", False) and id(p) not in written:
         p.main_grad.detach().zero_()
     written.add(id(p))
@@ -153,9 +153,9 @@ def check(weights: ExpertWeights) -> None:
 
 
 def targets(weights: ExpertWeights, needs: Sequence[bool], written: set[int]) -> dict[str, Tensor]:
-    """Return name -> the main_grad that a backward pass is to add to. needs: flags of w13 and w2.
+    """Return name -> the main_grad to which a backward pass adds. needs: flags of w13 and w2.
 
-    written: ids of parameters whose main_grad has sums of passes already that these are added to; grows.
+    written: ids of parameters whose main_grad already has a pass of this sum; this function adds to it.
     """
     check(weights)
     found = {}
@@ -172,7 +172,7 @@ def targets(weights: ExpertWeights, needs: Sequence[bool], written: set[int]) ->
 
 
 def added(p: Any) -> Tensor | None:
-    """Say that p's gradient is in its main_grad; return what autograd is given."""
+    """Mark that p's gradient is in its main_grad; return what autograd gets."""
     # A joined tensor has no such flag: autograd comes by without a gradient, too.
     if not hasattr(p, "grad_added_to_main_grad"):
         return None

@@ -30,7 +30,7 @@ from megamoe.layer.signature import Signature
 def forward(
     runtime: Runtime, inputs: Inputs, weights: ExpertWeights, keep: bool, known: Any = None
 ) -> Any:
-    """Return y like x, and the state where it is kept, else None. weights: of inputs. known: as Call.known."""
+    """Return y, like x, and the state if it is saved, else None. weights: of inputs. known: as Call.known."""
     with runtime.lock:
         trains = keep and not runtime.backend.recomputes
         call = inputs.call(runtime.weights(weights, trains), known)
@@ -123,7 +123,7 @@ torch.library.register_fake("megamoe::moe_backward", _fake_backward)
 
 
 class _Once(torch.autograd.Function):
-    """Gradients, of which there are none: where autograd records the backward pass (create_graph=True)."""
+    """Raise for gradients of gradients, where autograd records the backward pass (create_graph=True)."""
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Any:

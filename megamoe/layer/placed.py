@@ -152,7 +152,7 @@ class PlacedLayer(Layer):
         return super()._adjusted(x, self._slots(topk_ids), topk_weights, num_tokens_device)
 
     def _slots(self, topk_ids: Tensor) -> Tensor:
-        """topk_ids: [..., K], logical, outside [0, E) dropped -> the same shape and type, slots. May be captured."""
+        """topk_ids: [..., K] logical, dropped outside [0, E) -> slots, same shape and dtype. A graph may capture it."""
         order, begin, count = self._tables
         valid = (topk_ids >= 0) & (topk_ids < self.placement.num_logical)
         experts = topk_ids.long().where(valid, 0)
@@ -166,7 +166,7 @@ class PlacedLayer(Layer):
 
 
 def _tables(placement: ExpertPlacement) -> tuple[Tensor, ...]:
-    """Return the slots by expert [P], where each expert's begin [E], how many they are [E]."""
+    """Return the slots sorted by expert [P], each expert's first place in them [E], its number of slots [E]."""
     count = torch.tensor([len(slots) for slots in placement.slots_of], device="cpu")
     order = torch.tensor([slot for slots in placement.slots_of for slot in slots], device="cpu")
     return order, count.cumsum(0) - count, count

@@ -19,17 +19,17 @@ from megamoe.layer.inputs import Inputs, flat
 
 
 def finite_factor(factor: Any) -> float:
-    """Return routed_scaling_factor as a float. Raises ConfigError for what is no finite number."""
+    """Return routed_scaling_factor as a float. Raises ConfigError unless it is a finite number."""
     if not (isinstance(factor, (int, float)) and isfinite(factor)):
         raise ConfigError("routed_scaling_factor", factor, "a finite number")
     return float(factor)
 
 
 class Weighting(NamedTuple):
-    """Where routing weights come in.
+    """Say where routing weights are applied.
 
-    factor: y is multiplied by it, by way of topk_weights, in fp32. on_input: y = factor * expert(x * topk_weights),
-    the product rounded to bf16, instead of factor * topk_weights * expert(x); for top_k 1.
+    factor: factor of y, applied to topk_weights in fp32. on_input: True: y = factor * expert(bf16(x * topk_weights))
+    instead of factor * topk_weights * expert(x); for top_k 1.
     """
 
     factor: float = 1.0
@@ -37,7 +37,7 @@ class Weighting(NamedTuple):
 
     @classmethod
     def of(cls, problem: Problem, options: Options) -> Weighting:
-        """Return that of a layer; raises ConfigError for what is no finite number, no bool, or needs another top_k."""
+        """Return that of a layer. Raises ConfigError for a factor or flag that is invalid, or needs another top_k."""
         factor = finite_factor(options.routed_scaling_factor)
         on_input = options.apply_router_weight_on_input
         if not isinstance(on_input, bool):
@@ -57,9 +57,9 @@ class Weighting(NamedTuple):
         topk_weights: Tensor,
         num_tokens_device: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """x: [..., H], topk_weights: [..., K] fp32, checked -> those that the layer computes with; differentiable.
+        """x: [..., H], topk_weights: [..., K] fp32 -> both as the layer uses them; differentiable.
 
-        Of a quantized x its scales are given in its place.
+        For a quantized x, pass its scales as x.
         """
         if self.on_input:
             if torch.is_grad_enabled() and (x.requires_grad or topk_weights.requires_grad):
@@ -83,7 +83,7 @@ def _computed(problem: Problem, topk_ids: Tensor, num_tokens_device: Tensor | No
 def taken(
     x: Tensor, topk_ids: Tensor, topk_weights: Tensor, x_scale: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the tensors cast and contiguous, as the operators take them. Checks nothing."""
+    """Return the tensors cast and contiguous, as the operators take them. It validates nothing."""
     if x.dtype in (torch.float32, torch.float16) and torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.bfloat16)
     if topk_weights.is_floating_point():
@@ -103,7 +103,7 @@ def checked(
     num_tokens_device: Tensor | None = None,
     x_scale: Tensor | None = None,
 ) -> Inputs:
-    """Return a call as the operators take it. Raises ArgumentError unless it fits the problem."""
+    """Return a validated call as the operators take it. Raises ArgumentError if it does not fit the problem."""
     given = {"x": x, "topk_ids": topk_ids, "topk_weights": topk_weights}
     for name, tensor in (
         given.items() if x_scale is None else [*given.items(), ("x_scale", x_scale)]

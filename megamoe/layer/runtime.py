@@ -29,7 +29,7 @@ class Turns(type(threading.RLock())):  # type: ignore[misc]  # the type has no p
 
 @dataclass(eq=False)
 class Runtime:
-    """What a call needs besides tensors. The table holds it weakly: its layer keeps it alive."""
+    """Hold what a call needs besides tensors. The operators' table has a weak reference; the layer owns it."""
 
     problem: Problem
     group: Group
@@ -58,16 +58,16 @@ class Runtime:
         _runtimes[number] = self
 
     def weights(self, given: ExpertWeights, trains: bool = False) -> ExpertWeights:
-        """Return what the forward pass takes: fp8 masters quantized once per version.
+        """Return the weights that the forward pass reads: FP8 masters are quantized once per version.
 
-        trains: the backend's backward pass follows, which takes transposed().
+        trains: True: a backward pass of the backend follows, which reads transposed().
         """
         if self.quantizes and given.w13_scale is None:
             return self.cache.weights(self.problem, given, trains and self.transposes)
         return given
 
     def transposed(self, given: ExpertWeights) -> TransposedWeights | None:
-        """Return what the backward pass multiplies where it is not the weights themselves."""
+        """Return the transposes that the backward pass multiplies; None: it multiplies the weights themselves."""
         if self.transposes:
             return self.cache.transposed(self.problem, given)
         return None

@@ -37,10 +37,10 @@ def records(tensors: Sequence[Tensor]) -> bool:
 
 
 class Signature:
-    """What a caller's call looks like: shapes, strides, types, devices and flags of all tensors; where weights lie.
+    """Describe a validated call: shapes, strides, dtypes, devices and flags of all tensors; addresses of weights.
 
-    A call that it fits passes the same checks, in the same modes of torch, none of which has to see the operators.
-    shape: of x. requires_grad: whether some tensor does. trains: whether its gradients may be recorded.
+    A call that matches it needs no validation, and no mode of torch has to observe its operators.
+    shape: of x. requires_grad: True if a tensor does. trains: True if gradients may be recorded.
     """
 
     __slots__ = ("shape", "requires_grad", "trains", "_absent", "_alike", "_places")
@@ -67,9 +67,9 @@ class Signature:
         out: Tensor | None,
         x_scale: Tensor | None,
     ) -> bool:
-        """Whether a call is like the one that this was made of. Each line is paid for by each call.
+        """Return True if a call matches. Every call runs each line of this function.
 
-        Storage that shrank, but not to nothing, is not seen: as torch's own operations do not.
+        It does not detect storage that shrank to a smaller size above zero; nor do torch's own operations.
         """
         w13, w2, b13, b2, s13, s2 = w.w13, w.w2, w.b13, w.b2, w.w13_scale, w.w2_scale
         if out is x:  # as good as none, and no guard is met by one tensor twice
@@ -108,15 +108,15 @@ class Signature:
 
 
 class Signatures:
-    """The signatures of one layer, by the shape of x: the last few of each shape."""
+    """Cache the last few signatures of one layer for each shape of x."""
 
     def __init__(self) -> None:
         self._of: dict[Any, list[Signature]] = {}
 
     def find(self, x: Tensor, *further: Any) -> Signature | None:
-        """Return the signature that a call fits: operators need not be called then, nor anything be checked.
+        """Return the signature that a call matches; such a call skips validation and operators. None: no match.
 
-        further: what Signature.fits() takes besides x.
+        further: arguments of Signature.fits() after x.
         """
         try:
             for found in self._of.get(x.shape, ()):
@@ -144,10 +144,10 @@ def _places(weights: Iterable[Tensor | None]) -> tuple[int, ...]:
 
 
 def _alike(tensors: Sequence[Tensor]) -> Callable[..., bool]:
-    """Return a function that says whether others have the shapes, strides, types, devices and flags of these.
+    """Return a function that returns True if tensors have the shapes, strides, dtypes, devices and flags of these.
 
-    By what dynamo's guards call, in a third of the time that Python takes to look at them. It may also say no for
-    a reason that does not matter here.
+    It uses the C++ code of dynamo's guards, in a third of the time of Python code. It may also return False for
+    differences that do not matter here.
     """
     guards = getattr(getattr(torch._C._dynamo, "guards", None), "TensorGuards", None)
     if guards is None:

@@ -207,7 +207,7 @@ class MegaMoE(nn.Module):
         return ExpertWeights(**whole, w13_scale=self.w13_scale, w2_scale=self.w2_scale)
 
     def _raise_on_all(self, error: Exception, call: str) -> NoReturn:
-        """Tell the other ranks, which are in `call`, that this one has no weights; raise why: which are missing."""
+        """Raise an error that names missing weights, on this rank and on the others, which wait in `call`."""
         found = error
         for name in ("w13", "w2", "b13", "b2"):
             given = self._parameters.get(name, self.__dict__.get(name))
@@ -221,7 +221,7 @@ class MegaMoE(nn.Module):
             raise found from error
 
     def _experts(self) -> ExpertWeights:
-        """Do what expert_weights() does, without nn.Module's look-up, which costs a microsecond per attribute."""
+        """Return expert_weights() without nn.Module's attribute look-up, which takes a microsecond each."""
         if self.place.distributed or type(self).expert_weights is not MegaMoE.expert_weights:
             return self.expert_weights()
         found, buffers = self._parameters, self._buffers
@@ -253,7 +253,7 @@ class MegaMoE(nn.Module):
 
     @property
     def _is_fsdp_managed_module(self) -> bool:
-        """True after fully_shard() of this layer or of a module around it, which sets it behind its shards."""
+        """True after fully_shard() of this layer or of a module around it, which sets it after sharding."""
         return bool(self.__dict__.get("_sharded", False))
 
     @_is_fsdp_managed_module.setter
@@ -347,7 +347,7 @@ class MegaMoE(nn.Module):
         self.invalidate()
 
     def _apply(self, fn: Any, recurse: bool = True) -> MegaMoE:
-        """Move and cast; weights that were loaded quantized keep their types, as integers do, and their scales."""
+        """Move and cast, except that quantized weights keep their dtypes and scales, as integers do."""
         loaded = [getattr(self, n) for n in QUANTIZED] if self.w13_scale is not None else []
         super()._apply(keeping(loaded, fn), recurse)
         if self._shards is not None and self._is_fsdp_managed_module:
@@ -386,7 +386,7 @@ class MegaMoE(nn.Module):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *args: Any
     ) -> None:
-        """Take this rank's experts out of what is given; let quantized weights replace masters."""
+        """Load this rank's experts from a state dict; quantized weights replace masters."""
         check_state(self.problem, state_dict, prefix, self.w13.dtype)
         parameters = {name: getattr(self, name) for name in _NAMES}
         if isinstance(self._layer, PlacedLayer):
@@ -403,7 +403,7 @@ class MegaMoE(nn.Module):
         self.invalidate()
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Say which experts the tensors are, and expect writes to them: dcp.load() does, into FSDP2's shards."""
+        """Describe which experts the tensors are, and invalidate copies: dcp.load() writes into FSDP2's shards."""
         self._refuse_slots("state_dict()")
         super()._save_to_state_dict(destination, prefix, *args)
         write(self.place, destination, prefix, _NAMES)
@@ -491,7 +491,7 @@ class MegaMoE(nn.Module):
             warnings.warn(message, ResourceWarning, stacklevel=2)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MegaMoE:
-        """Return a layer of its own, not opened yet, with the same parameters; over one rank only."""
+        """Return a separate layer with equal parameters, not opened yet. For one rank only."""
         if self.problem.ep_size > 1:
             raise MegaMoEError(
                 f"a MegaMoE layer over {self.problem.ep_size} ranks shares memory with them and cannot be copied; "
@@ -514,7 +514,7 @@ _ignoring: WeakSet[DistributedDataParallel] = WeakSet()  # those that leave expe
 
 
 def check_ignored(ddp: DistributedDataParallel) -> None:
-    """Raise RankMismatch if DDP synchronizes experts, which differ between ranks; once it does not, remember that."""
+    """Raise RankMismatch if DDP synchronizes experts, which differ between ranks; cache that it does not."""
     synchronized = set(map(id, ddp._module_parameters))
     for name, layer in ddp.module.named_modules():
         if isinstance(layer, MegaMoE) and any(id(p) in synchronized for p in layer.parameters()):

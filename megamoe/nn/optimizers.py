@@ -25,7 +25,7 @@ _seen: WeakSet[Optimizer] = WeakSet()  # optimizers with our hooks on their stat
 
 
 def watch(layer: Any) -> None:
-    """Have optimizers of this MegaMoE, over several ranks, say in state dicts which experts moments are of."""
+    """Let state dicts of this layer's optimizers describe which experts moments belong to. For several ranks."""
     _layers.add(layer)
     if not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(_before_step))
@@ -33,7 +33,7 @@ def watch(layer: Any) -> None:
 
 @uncompiled("hooks on optimizers are not traced")
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
-    """See an optimizer's first step, which torch's get_optimizer_state_dict() makes where none was."""
+    """Register our hooks at an optimizer's first step; torch's get_optimizer_state_dict() makes one if needed."""
     if optimizer in _seen:
         return
     if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
@@ -57,7 +57,7 @@ def _check_broadcasts(optimizer: Any) -> None:
 
 
 def _converted(loads: bool, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Return a state dict with experts' tensors converted. Its keys are numbers, names (DCP's) or parameters."""
+    """Return a state dict with experts' tensors converted. Keys are numbers, names (DCP) or parameters."""
     known = {id(p): (layer.place, n) for layer in _layers for n, p in layer.named_parameters()}
     keys = [key for group in state_dict["param_groups"] for key in group["params"]]
     given = [p for group in optimizer.param_groups for p in group["params"]]
@@ -70,9 +70,9 @@ def _converted(loads: bool, optimizer: Optimizer, state_dict: dict[str, Any]) ->
 
 
 def _moment(loads: bool, place: Place, name: str, p: Tensor, value: Tensor) -> Tensor:
-    """Return a tensor as the optimizer has it, or as its state dict does; without dimensions it is no expert's.
+    """Return a tensor in the form of the optimizer or of its state dict; a scalar is no expert's and stays.
 
-    Raises ArgumentError where rows are not experts, as in 8-bit optimizers.
+    Raises ArgumentError if rows are not experts, as in 8-bit optimizers.
     """
     if not value.dim():
         return value

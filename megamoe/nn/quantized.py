@@ -23,7 +23,7 @@ def check_kind(weights: object) -> None:
 
 
 def check_taken(problem: Problem, stored: Format, given: Mapping[str, Tensor]) -> None:
-    """Raise ConfigError where the layer stores another format, ArgumentError for tensors that do not fit it."""
+    """Raise ConfigError if the layer stores another format, ArgumentError if a tensor does not fit it."""
     if problem.formats.w != stored:
         expected = f"one whose weights are {stored.name}, not {problem.formats.w.name}"
         raise ConfigError("precision", repr(problem.precision), expected)
@@ -40,7 +40,7 @@ _MASTERS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 def check_state(
     problem: Problem, state_dict: Mapping[str, Any], prefix: str, holds: torch.dtype
 ) -> None:
-    """Raise ArgumentError for numbers that mean nothing without scales; load_state_dict would just cast them.
+    """Raise ArgumentError for quantized weights without scales, which load_state_dict would silently cast.
 
     holds: the dtype of the layer's w13 now.
     """

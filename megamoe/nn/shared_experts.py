@@ -271,7 +271,7 @@ def _check_kind(**given: Any) -> None:
 
 
 def _apart(name: str, theirs: Any, mine: Tensor, planes: int) -> bool:
-    """Whether a tensor has planes apart where another has them behind each other."""
+    """Return True if one tensor has separate planes and the other has them concatenated."""
     if name not in ("w13", "b13") or not isinstance(theirs, Tensor):
         return False
     return theirs.dim() == mine.dim() + 1 and theirs.shape[1] == planes
@@ -285,7 +285,7 @@ def _joined(routed: Tensor, shared: Tensor, adds_to: tuple[Any, Any] | None) -> 
 
 
 def _as_one(parts: Sequence[Tensor]) -> Tensor | None:
-    """Return rows of one tensor and those of another as a view, where they lie so."""
+    """Return rows of two adjacent tensors as one view, or None."""
     routed, shared = parts
     if torch.compiler.is_compiling() or not _lies_behind(routed, shared):
         return None
@@ -294,7 +294,7 @@ def _as_one(parts: Sequence[Tensor]) -> Tensor | None:
 
 
 def _copied(parts: Sequence[Tensor]) -> Tensor:
-    """Joined as integers: e4m3 is not joined everywhere, nor is bf16 under autocast to fp16."""
+    """Concatenate as integers: torch.cat lacks e4m3 on some devices, and autocast to fp16 casts bf16."""
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[parts[0].element_size()]
     return torch.cat([t.view(bits) for t in parts]).view(parts[0].dtype)
 

@@ -36,7 +36,7 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, MegaMoE]]:
 
 
 def _refuse_main_grad(modules: Iterable[tuple[str, nn.Module]]) -> None:
-    """Raise ArgumentError for experts whose gradients are elsewhere than in `grad`."""
+    """Raise ArgumentError if the gradients of an expert are not in `grad`."""
     for name, module in modules:
         if isinstance(module, MegaMoE) and module.accumulate_into_main_grad:
             expected = (
@@ -260,7 +260,7 @@ def after_step(optimizer: Optimizer, model: nn.Module) -> None:
 
 
 def _check_not_sharded(layer: MegaMoE) -> None:
-    """Raise ArgumentError where FSDP2 shards experts with a module around the layer, and divides by other ranks."""
+    """Raise ArgumentError if FSDP2 shards experts with a module around the layer, and so divides by other ranks."""
     for name, p in layer.named_parameters():
         if is_dtensor(p) and (p.device_mesh.ndim > 1 or not layer.place.distributed):
             expected = "whole, or sharded by a fully_shard() of the layer's own"
