@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers.integrations.finegrained_fp8 import FP8ExpertsInterface
 from transformers.integrations.moe import ExpertsInterface
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
 from megamoe.adapters.library_layer import (
     MAX_TOKENS,
@@ -255,7 +256,11 @@ def register(name: str = NAME, **options: Any) -> Experts:
     for interface in (ExpertsInterface, FP8ExpertsInterface):
         interface.register(name, made)
     if EPImplementationInterface is not None:
+        from megamoe.adapters.transformers_packed import PackedQuantizer
+
         EPImplementationInterface.register(name, partial(Experts.over_ranks, made))
+        PackedQuantizer.computes = Experts
+        AUTO_QUANTIZER_MAPPING["mxfp4"] = PackedQuantizer
     return made
 
 

@@ -3,7 +3,7 @@
 A module has `gate_up_proj` (`up_proj` without a gate) and `down_proj`, each one tensor for all experts, and flags for
 their layout. They are read by their strides, with gate and up rows interleaved or not. Calls copy transposed weights
 (GPT-OSS) unless relayout() has moved them, and float types except bf16 and an FP8 layer's fp32. FP8 weights are read in
-place with their scales. Of packed FP4 weights only the scales are copied, once.
+place with their scales. Of packed FP4 weights only scales and frozen biases are copied, once.
 
 The activation is not looked up by its name. It is the one of megamoe that gives the same results as the module's own,
 so a module with another activation raises an error instead of computing something else.
@@ -11,6 +11,7 @@ so a module with another activation raises an error instead of computing somethi
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -23,6 +24,7 @@ from megamoe.adapters.library_parameters import in_turn, weights_from
 from megamoe.core.config import Activation
 from megamoe.core.errors import ConfigError
 from megamoe.core.table import SCALE_GROUP
+from megamoe.formats.fp4 import read_biases
 from megamoe.formats.weights import MASTERS, ExpertWeights
 
 _LIMITS, _ALPHAS = ("limit", "swiglu_limit"), ("alpha", "swiglu_alpha")  # as modules name them
@@ -39,7 +41,9 @@ def precisions_of(module: Any) -> tuple[str, ...]:
     _check(module)
     dtype = matrices_of(module)[0].dtype
     if dtype in _PACKED:
-        return ("fp8xmxfp4", "bf16xmxfp4")
+        names = "fp8xmxfp4", "bf16xmxfp4"
+        # transformers quantizes rows next to DeepSeek-V4's experts, and none next to GPT-OSS's.
+        return names if hasattr(module, "activation_scheme") else names[::-1]
     if dtype == torch.float8_e4m3fn:
         return ("fp8",)
     if dtype not in FLOATS:
@@ -66,15 +70,18 @@ def matrices_of(module: Any) -> tuple[Tensor, Tensor]:
 def _masters(module: Any, masters: tuple[torch.dtype, ...]) -> ExpertWeights:
     given = matrices_of(module)
     w13, w2 = (w if w.dtype in masters else w.bfloat16() for w in given)
-    b13 = b2 = None
-    if module.has_bias:
-        b13 = module.gate_up_proj_bias if module.has_gate else module.up_proj_bias
-        b2 = module.down_proj_bias
+    b13, b2 = _biases(module) or (None, None)
     if module.is_transposed:
         w13, w2 = w13.transpose(1, 2).contiguous(), w2.transpose(1, 2).contiguous()
     if module.has_gate and not module.is_concatenated:  # rows g0, u0, g1, u1, ...
         w13, b13 = in_turn(w13), None if b13 is None else in_turn(b13)
     return weights_from((w13, w2), [[p] for p in given], (b13, b2), masters)
+
+
+def _biases(module: Any) -> tuple[Tensor, Tensor] | None:
+    if not module.has_bias:
+        return None
+    return getattr(module, f"{'gate_' * module.has_gate}up_proj_bias"), module.down_proj_bias
 
 
 def _scales(module: Any) -> tuple[Tensor, Tensor]:
@@ -108,12 +115,28 @@ arranged: WeakKeyDictionary[nn.Module, tuple[list[Tensor], list[int], ExpertWeig
 def _mxfp4(module: Any) -> ExpertWeights:
     """Two e2m1 a byte and a power of two for each 32 along K, whose order is changed once for each version of them."""
     _check_quantized(module)
-    given = [w.detach() for w in (*matrices_of(module), *_scales(module))]
+    kind: dict[str, Any] = {
+        "planes": 1 + module.has_gate,
+        "interleaved": not module.is_concatenated,
+    }
+    matrices, biases = [*matrices_of(module), *_scales(module)], _biases(module)
+    if biases and torch.is_grad_enabled() and any(b.requires_grad for b in biases):
+        b13, b2 = read_biases(biases, **kind)
+        return replace(_arranged(module, matrices, None, kind), b13=b13, b2=b2)
+    return _arranged(module, matrices, biases, kind)
+
+
+def _arranged(
+    module: Any, matrices: list[Tensor], biases: tuple[Tensor, Tensor] | None, kind: dict[str, Any]
+) -> ExpertWeights:
+    """Return weights without gradients, made anew only after a tensor changed."""
+    given = [t.detach() for t in (*matrices, *(biases or ()))]
     versions = [-1 if t.is_inference() else t._version for t in given]
     sources, known, weights = arranged.get(module, ([], [], None))
     same = [t.data_ptr() for t in sources] == [t.data_ptr() for t in given]
     if weights is None or not same or known != versions:
-        weights = ExpertWeights.from_mxfp4(*given, planes=2 if module.has_gate else 1)
+        with torch.no_grad():
+            weights = ExpertWeights.from_mxfp4(*given[:4], biases=biases, **kind)
         # Holding `given` keeps their addresses from becoming another tensor's.
         arranged[module] = (given, versions, weights)
     return weights
@@ -123,9 +146,11 @@ def _check_quantized(module: Any) -> None:
     scheme = getattr(module, "activation_scheme", "dynamic")
     if scheme != "dynamic":
         raise ConfigError("activation_scheme", repr(scheme), "'dynamic': a layer scales x itself")
-    if module.has_bias or module.is_transposed or not module.is_concatenated:
-        kind = type(module).__name__
-        raise ConfigError("experts", f"{kind} in FP8 or FP4", "no biases; [E, N, K]; gate, then up")
+    packed = matrices_of(module)[0].dtype in _PACKED
+    if module.is_transposed or not packed and (module.has_bias or not module.is_concatenated):
+        expected = "[E, N, K]" if packed else "no biases; [E, N, K]; gate, then up"
+        kind = f"{type(module).__name__} in {'FP4' if packed else 'FP8'}"
+        raise ConfigError("experts", kind, expected)
 
 
 def _check(module: Any) -> None:

@@ -133,6 +133,8 @@ def _checked(dy: Tensor | None, x: Tensor) -> Tensor:
 def _check_there(problem: Problem, inputs: Inputs) -> None:
     """Raise ArgumentError if memory of weights was freed after the call, as other libraries do by `p.data = ...`."""
     matrix = problem.num_local_experts(problem.rank) * problem.intermediate * problem.hidden
+    if inputs.w13_scale is not None:  # not masters
+        matrix //= problem.formats.w.packed
     planes = problem.activation.planes
     for name, w, count in (("w13", inputs.w13, planes * matrix), ("w2", inputs.w2, matrix)):
         if w.numel() != count:

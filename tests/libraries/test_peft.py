@@ -1,11 +1,17 @@
 """LoRA on experts by PEFT: a layer's own parameters, and transformers' in both layouts, beside eager experts."""
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 
 pytest.importorskip("peft", reason="peft is missing: make libraries")
-pytest.importorskip("transformers", minversion="5.20")
+transformers = pytest.importorskip("transformers", minversion="5.20")
+sys.path.append(str(Path(__file__).resolve().parents[1] / "unit"))
+from hf_models import experts_of  # noqa: E402
+from hf_quantized import written_packed  # noqa: E402
 from peft import LoraConfig, get_peft_model  # noqa: E402
 from transformers import (  # noqa: E402
     GptOssConfig,
@@ -86,3 +92,51 @@ def test_adapters_of_a_layer():
     merged = model.merge_and_unload()
     assert type(merged.moe) is megamoe.MegaMoE
     assert_close(merged(x, ids, weights), y, relative=2e-2, name="merged")
+
+
+def test_attention_and_router_over_packed_experts(tmp_path):
+    """GPT-OSS in MXFP4: every gradient has the bits of the same experts dequantized; experts stay as they are."""
+    folder = written_packed(tmp_path)
+    adapter.register(max_tokens=64, backend="staged")
+    found = {}
+    for experts in ("packed", "dequantized"):
+        config = transformers.Mxfp4Config(dequantize=experts != "packed")
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=torch.bfloat16,
+            experts_implementation="megamoe",
+            quantization_config=config,
+        )
+        torch.manual_seed(0)
+        lora = LoraConfig(
+            r=4,
+            target_modules="all-linear",
+            target_parameters=["mlp.router.weight"],
+            modules_to_save=["norm"],
+            init_lora_weights=False,
+        )
+        model = get_peft_model(model, lora)
+        before = [p.clone() for n, p in model.named_parameters() if "experts" in n]
+        trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        optimizer = torch.optim.AdamW(trained.values(), lr=1e-2)
+        ids = torch.randint(3, 128, (2, 16), generator=torch.Generator().manual_seed(1))
+        losses = []
+        for step in range(6):
+            loss = model.train()(input_ids=ids, labels=ids).loss
+            loss.backward()
+            if step == 0:
+                found[experts] = {n: p.grad.clone() for n, p in trained.items()}
+            losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+        assert losses[-1] < losses[0]
+        after = [p for n, p in model.named_parameters() if "experts" in n]
+        assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))
+        assert type(experts_of(model)[0]).__name__ == (
+            "PackedExperts" if experts == "packed" else "GptOssExperts"
+        )
+    assert sum("self_attn" in n for n in found["packed"]) == 16
+    assert sum("router" in n for n in found["packed"]) == 4
+    for name, expected in found["dequantized"].items():
+        assert expected.any()
+        assert torch.equal(found["packed"][name], expected), name

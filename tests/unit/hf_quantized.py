@@ -1,12 +1,14 @@
 """Tiny models with FP8 and FP4 experts of transformers, and with what these stand for in bf16."""
 
 import copy
+import json
 from functools import partial
 
 import pytest
 import torch
 import transformers
 from hf_models import experts_of, model_of
+from huggingface_hub import save_torch_state_dict
 from transformers.integrations import finegrained_fp8
 
 from megamoe.formats.mxfp4 import dequantize_mxfp4, plain_scales, quantize_mxfp4
@@ -62,6 +64,24 @@ def fp4_pair():
             getattr(module, name).data.copy_(packed.view(torch.int8))
             getattr(module, f"{name}_scale_inv").data.view(torch.uint8).copy_(plain)
     return model, dense
+
+
+def written_packed(folder):
+    """Write a random GPT-OSS as it is published: several files, names, bytes and quantization_config."""
+    # Every token takes every expert, so that no rounding changes a route.
+    model = model_of("GptOss", "eager", intermediate_size=96, num_experts_per_tok=6)
+    state = model.state_dict()
+    for name in [n for n in state if n.endswith(("gate_up_proj", "down_proj"))]:
+        weight = state.pop(name).transpose(1, 2)
+        packed, scales = quantize_mxfp4(weight)
+        state[f"{name}_blocks"] = packed.unflatten(-1, (-1, 16))
+        state[f"{name}_scales"] = plain_scales(scales, 1, *weight.shape[1:]).clone()
+    save_torch_state_dict(state, folder, max_shard_size=40_000)
+    config = json.loads(model.config.to_json_string(use_diff=False))
+    keep = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"]
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": keep}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
 
 
 PAIRS = {
