@@ -1,5 +1,6 @@
 """Text from a trained model, one byte at a time: on a GPU by replays of one captured step."""
 
+import copy
 import time
 from collections.abc import Callable
 from typing import Any
@@ -14,21 +15,28 @@ WARM = 2  # steps by which kernels are loaded and layers of this size made, befo
 class Decoder:
     """A model with a cache of fixed size, whose step reads and writes device memory only.
 
-    length: of prompt and text together. temperature: 0 takes the likeliest byte.
+    length: of prompt and text together, at most a sliding window. temperature: 0 takes the likeliest byte. batch: how
+    many texts of one prompt.
     """
 
-    def __init__(self, model: Any, length: int, temperature: float = 0.8) -> None:
+    def __init__(self, model: Any, length: int, temperature: float = 0.8, batch: int = 1) -> None:
         self.model, self.temperature = model.eval(), temperature
         device = next(model.parameters()).device
-        self.cache = StaticCache(config=model.config, max_cache_len=length)
+        config = copy.deepcopy(model.config)
+        if getattr(config, "layer_types", None):
+            config.layer_types = ["full_attention"] * config.num_hidden_layers
+        self.cache = StaticCache(config=config, max_cache_len=length)
         self.slots = torch.arange(length, device=device)
-        self.token = torch.zeros(1, 1, dtype=torch.int64, device=device)
+        self.token = torch.zeros(batch, 1, dtype=torch.int64, device=device)
         self.position = torch.zeros(1, 1, dtype=torch.int64, device=device)
         self.captures = device.type == "cuda"
         self.graph: Any = None  # a torch.cuda.CUDAGraph
 
     def _next(self, ids: Tensor, positions: Tensor) -> Tensor:
         seen = (self.slots <= positions[0, :, None])[None, None]  # [1, 1, ids, length]
+        if self.model.config._attn_implementation == "eager":  # which adds its mask
+            least = torch.finfo(self.model.dtype).min
+            seen = torch.zeros_like(seen, dtype=self.model.dtype).masked_fill(~seen, least)
         out = self.model(
             input_ids=ids,
             position_ids=positions,
@@ -56,9 +64,13 @@ class Decoder:
 
     @torch.no_grad()
     def text(self, prompt: Tensor, num_bytes: int) -> tuple[Tensor, float]:
-        """prompt: [P] int64 -> num_bytes bytes that follow it, [num_bytes] int64 on the CPU, and bytes per second."""
+        """prompt: [P] int64 -> num_bytes bytes that follow it, [num_bytes] int64 on the CPU, and steps per second.
+
+        The text is the first of the batch.
+        """
         at = torch.arange(len(prompt), device=self.slots.device)[None]
-        self.token.copy_(self._next(prompt.to(at.device)[None], at))
+        ids = prompt.to(at.device).expand(len(self.token), -1)
+        self.token.copy_(self._next(ids, at))
         self.position.fill_(len(prompt))
         made = [self.token.clone()]
 
@@ -67,7 +79,7 @@ class Decoder:
             for _ in range(count):
                 step()
                 made.append(self.token.clone())
-            made[-1].item()  # waits for the device
+            made[-1].cpu()  # waits for the device
             return count / (time.perf_counter() - start)
 
         warm = min(WARM, num_bytes - 1) if self.captures else 0
@@ -77,4 +89,4 @@ class Decoder:
             self._capture()
             step = self.graph.replay
         speed = take(step, left)
-        return torch.cat(made).flatten().cpu(), speed
+        return torch.cat(made, dim=1)[0].cpu(), speed

@@ -67,7 +67,8 @@ def arrange(plain: Tensor, planes: int, group: int, padding: int = 0) -> Tensor:
     n, k = -(-rows // SCALE_GROUP), -(-groups // of_block)
     edges = (0, k * of_block - groups, 0, n * SCALE_GROUP - rows)
     padded = torch.nn.functional.pad(plain, edges, value=padding)
-    blocks = padded.view(num, planes * n, SCALE_GROUP, k, _SLOTS, of_slot).permute(0, 1, 3, 4, 2, 5)
+    split = num, planes * n, SCALE_GROUP, k, _SLOTS, of_slot  # of rows that may lie in turn
+    blocks = padded.reshape(split).permute(0, 1, 3, 4, 2, 5)
     return blocks.reshape(num, planes * n, k, SCALE_GROUP * of_block)
 
 

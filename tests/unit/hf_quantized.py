@@ -66,10 +66,11 @@ def fp4_pair():
     return model, dense
 
 
-def written_packed(folder):
+def written_packed(folder, **sizes):
     """Write a random GPT-OSS as it is published: several files, names, bytes and quantization_config."""
     # Every token takes every expert, so that no rounding changes a route.
-    model = model_of("GptOss", "eager", intermediate_size=96, num_experts_per_tok=6)
+    sizes = {"intermediate_size": 96, "num_experts_per_tok": 6} | sizes
+    model = model_of("GptOss", "eager", **sizes)
     state = model.state_dict()
     for name in [n for n in state if n.endswith(("gate_up_proj", "down_proj"))]:
         weight = state.pop(name).transpose(1, 2)

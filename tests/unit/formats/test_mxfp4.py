@@ -126,20 +126,21 @@ def test_zero_groups_do_not_raise_a_blocks_largest_scale_and_nan_stays_nan() -> 
         quantize_mxfp4(w[..., :48])
 
 
-def test_a_checkpoint_with_interleaved_rows_is_read_in_place() -> None:
-    p = replace(PROBLEM, activation="swiglu_oai")
-    b13, s13 = checkpoint(4, 2 * 96, 160, seed=1)
-    b2, s2 = checkpoint(4, 160, 96, seed=2)
-    biases = torch.randn(4, 192, dtype=torch.bfloat16), torch.randn(4, 160, dtype=torch.bfloat16)
+@pytest.mark.parametrize(("h", "i"), [(160, 96), (256, 128)])  # blocks with padding, and without
+def test_a_checkpoint_with_interleaved_rows_is_read_in_place(h: int, i: int) -> None:
+    p = replace(PROBLEM, hidden=h, intermediate=i, activation="swiglu_oai")
+    b13, s13 = checkpoint(4, 2 * i, h, seed=1)
+    b2, s2 = checkpoint(4, h, i, seed=2)
+    biases = torch.randn(4, 2 * i, dtype=torch.bfloat16), torch.randn(4, h, dtype=torch.bfloat16)
     w = ExpertWeights.from_mxfp4(b13, b2, s13, s2, interleaved=True, biases=biases)
     w.validate(p)
     assert w.w13.data_ptr() == b13.data_ptr()
     dense, rows = w.dense(p, torch.float32), plainly(b13, s13)
-    assert torch.equal(dense.w13[:, :96].double(), rows[:, 0::2])  # gate
-    assert torch.equal(dense.w13[:, 96:].double(), rows[:, 1::2])
+    assert torch.equal(dense.w13[:, :i].double(), rows[:, 0::2])  # gate
+    assert torch.equal(dense.w13[:, i:].double(), rows[:, 1::2])
     assert torch.equal(dense.w2.double(), plainly(b2, s2))
     assert w.b13 is not None
-    assert torch.equal(w.b13[:, 96:], biases[0][:, 1::2].float())
+    assert torch.equal(w.b13[:, i:], biases[0][:, 1::2].float())
     apart = [torch.stack((t[:, 0::2], t[:, 1::2]), dim=1) for t in (b13.flatten(-2), s13)]
     again = ExpertWeights.from_mxfp4(
         apart[0], b2.view(torch.int8), apart[1].view(torch.float8_e8m0fnu), s2
