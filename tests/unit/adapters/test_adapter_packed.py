@@ -136,6 +136,20 @@ def test_a_step_of_training(folder):
         assert torch.equal(found[key], same[key]), key
 
 
+@pytest.mark.parametrize("backend", ["reference", "emulate"])
+def test_a_step_of_the_kernels_source_and_of_the_oracle(tmp_path, backend):
+    """emulate runs the kernel's own source: gradients have the bits of dequantized experts."""
+    sizes = {"intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 4}
+    folder, found = written_packed(tmp_path, **sizes), []
+    own = adapter.register("own", backend=backend, max_tokens=24)
+    for dequantize in (False, True):
+        config = transformers.Mxfp4Config(dequantize=dequantize)
+        found.append(gradients(loaded(folder, "own", quantization_config=config)))
+    assert all(torch.equal(value, found[0][name]) for name, value in found[1].items())
+    assert loaded(folder, "own").generate(token_ids(2, 4), max_new_tokens=2).shape == (2, 6)
+    own.close()
+
+
 def over_ranks(rank, folder):
     """Experts over two ranks: loaded packed, each rank's half, and the gradients of one rank."""
     adapter.register(backend="staged", max_tokens=64)
