@@ -1,4 +1,4 @@
-"""Run vLLM's MoE layers (0.33; BF16, FP8 in 128x128 blocks or by channel and token) in megamoe layers.
+"""Run vLLM's MoE layers (0.33; BF16, FP8 in 128x128 blocks or by channel and token, MXFP4, NVFP4) in megamoe layers.
 
     VLLM_PLUGINS=megamoe vllm serve Qwen/Qwen3-30B-A3B --data-parallel-size 8 --enable-expert-parallel
 
@@ -14,10 +14,21 @@ from typing import Any
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 import vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method as unquantized
 import vllm.model_executor.layers.quantization.fp8 as fp8
+import vllm.model_executor.layers.quantization.modelopt as modelopt
+import vllm.model_executor.layers.quantization.mxfp4 as mxfp4
 from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
+from vllm.model_executor.layers.fused_moe.oracle.mxfp4 import Mxfp4MoeBackend
+from vllm.model_executor.layers.fused_moe.oracle.nvfp4 import NvFp4MoeBackend
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
+    compressed_tensors_moe_w4a4_nvfp4 as compressed_nvfp4,
+)
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
     compressed_tensors_moe_w8a8_fp8 as compressed_fp8,
+)
+from vllm.model_executor.layers.quantization.utils.quant_utils import (
+    kFp8Dynamic128Sym,
+    kMxfp4Static,
 )
 
 from megamoe.adapters.library_layer import check
@@ -62,14 +73,22 @@ def install(*, backend: str = "auto", **options: Any) -> Installed:
     _patches.check_none()
     made = Installed(Layers(*check(backend, options)))
     new: list[tuple[Any, str, Any]] = [(Experts, "layers", made.layers)]
-    for module, kind, layout in (
-        (unquantized, "unquantized", UnquantizedMoeBackend.TRITON),
-        (fp8, "fp8", Fp8MoeBackend.TRITON),
-        (compressed_fp8, "fp8", Fp8MoeBackend.TRITON),
+    in_fp8 = kMxfp4Static, kFp8Dynamic128Sym
+    for module, kind, select in (
+        (unquantized, "unquantized", _select(UnquantizedMoeBackend.TRITON)),
+        (fp8, "fp8", _select(Fp8MoeBackend.TRITON)),
+        (compressed_fp8, "fp8", _select(Fp8MoeBackend.TRITON)),
+        (mxfp4, "mxfp4", _select(Mxfp4MoeBackend.EMULATION, kMxfp4Static)),
+        (mxfp4, "deepseek_v4_mxfp4", _select(Mxfp4MoeBackend.EMULATION, *in_fp8)),
+        (modelopt, "nvfp4", _select(NvFp4MoeBackend.EMULATION)),
+        (compressed_nvfp4, "nvfp4", _select(NvFp4MoeBackend.EMULATION)),
     ):
-        select, make = f"select_{kind}_moe_backend", f"make_{kind}_moe_kernel"
-        _, theirs = (found("vLLM 0.33", module, name) for name in (select, make))
-        new += [(module, select, _select(layout)), (module, make, _make(theirs))]
+        name, make = (
+            f"select_{kind}_moe_backend",
+            f"make_{kind.removeprefix('deepseek_v4_')}_moe_kernel",
+        )
+        _, theirs = (found("vLLM 0.33", module, each) for each in (name, make))
+        new += [(module, name, select), (module, make, _make(theirs))]
     _patches.put(made, new)
     return made
 
@@ -80,13 +99,16 @@ def installed() -> Installed | None:
     return made
 
 
-def _select(layout: Any) -> Callable[..., Any]:
-    """Return a function that selects these experts, with Triton's layout of weights, which is that of checkpoints."""
+def _select(layout: Any, weights: Any = None, rows: Any = None) -> Callable[..., Any]:
+    """Return a function that selects these experts, with a layout of weights that is that of checkpoints.
+
+    weights, rows: their scheme, if vLLM does not state it.
+    """
 
     def select(
         moe_config: Any = None,
-        weight_key: Any = None,
-        activation_key: Any = None,
+        weight_key: Any = weights,
+        activation_key: Any = rows,
         *,
         config: Any = None,
         **_: Any,
@@ -101,7 +123,7 @@ def _select(layout: Any) -> Callable[..., Any]:
             raise ConfigError(
                 f"vLLM's experts cannot be a megamoe layer ({reason}): use {expected}"
             )
-        return layout, Experts
+        return layout, Experts.of(weight_key, activation_key)
 
     return select
 
@@ -111,8 +133,8 @@ def _make(theirs: Callable[..., Any]) -> Callable[..., Any]:
 
     def make(*args: Any, experts_cls: Any, moe_config: Any, **options: Any) -> Any:
         quant_config = options.get("quant_config") or options.get("moe_quant_config")
-        if experts_cls is not Experts:
+        if not issubclass(experts_cls, Experts):
             return theirs(*args, experts_cls=experts_cls, moe_config=moe_config, **options)
-        return mk.FusedMoEKernel(PrepareAndFinalize(), Experts(moe_config, quant_config))
+        return mk.FusedMoEKernel(PrepareAndFinalize(), experts_cls(moe_config, quant_config))
 
     return make

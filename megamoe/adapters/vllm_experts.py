@@ -19,10 +19,15 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (
     kFp8DynamicTokenSym,
     kFp8Static128BlockSym,
     kFp8StaticChannelSym,
+    kMxfp4Static,
+    kNvfp4Dynamic,
+    kNvfp4Static,
 )
+from vllm.model_executor.utils import replace_parameter
 from vllm.platforms import current_platform
 
 from megamoe.adapters.library_layer import LibraryLayer, LibraryLayers, together
+from megamoe.adapters.library_parameters import in_turn
 from megamoe.backends.select import resolve
 from megamoe.core.config import ACTIVATIONS, Activation, Problem
 from megamoe.core.errors import ArgumentError, ConfigError
@@ -33,8 +38,16 @@ _PRECISIONS = {
     (None, None): "bf16",
     (kFp8Static128BlockSym, kFp8Dynamic128Sym): "fp8",
     (kFp8StaticChannelSym, kFp8DynamicTokenSym): "fp8_channel",
+    (kMxfp4Static, None): "bf16xmxfp4",
+    (kMxfp4Static, kFp8Dynamic128Sym): "fp8xmxfp4",
+    (kNvfp4Static, None): "bf16xnvfp4",
+    (kNvfp4Static, kNvfp4Dynamic): "bf16xnvfp4",  # rows are not rounded to FP4, as by Marlin
 }
-_PLAIN = {MoEActivation.GELU: "geglu", MoEActivation.GELU_TANH: "geglu_tanh"}
+_PLAIN = {
+    MoEActivation.GELU: "geglu",
+    MoEActivation.GELU_TANH: "geglu_tanh",
+    MoEActivation.SWIGLUOAI: "swiglu_oai",  # gate and up rows in turn
+}
 _CLAMPED = (MoEActivation.SILU, MoEActivation.SWIGLUOAI_UNINTERLEAVE)
 
 
@@ -61,17 +74,25 @@ class Experts(mk.FusedMoEExpertsModular):
     """
 
     layers = Layers("auto", {})  # install() sets another
+    packed = ""  # precision of FP4 experts
+
+    @classmethod
+    def of(cls, weight_key: Any, activation_key: Any) -> type[Experts]:
+        """Return the class for a scheme that is supported."""
+        precision = _PRECISIONS[weight_key, activation_key]
+        return type("Experts", (cls,), {"packed": precision}) if "fp4" in precision else cls
 
     def __init__(self, moe_config: Any, quant_config: Any) -> None:
         super().__init__(moe_config, quant_config)
         block = quant_config.block_shape  # compressed-tensors' key says 128x128 of any
         if block is not None and list(block) != [SCALE_GROUP] * 2:
             raise ConfigError("block shape of weights", block, f"{[SCALE_GROUP] * 2}")
-        precision = "bf16"
-        if quant_config.quant_dtype is not None:
+        precision = self.packed or "bf16"
+        if quant_config.quant_dtype is not None and not self.packed:
             precision = "fp8_channel" if quant_config.per_act_token_quant else "fp8"
         self._problem = _problem_of(moe_config, precision, self._activation())
         self._placed = False
+        self._in_turn = moe_config.activation is MoEActivation.SWIGLUOAI
 
     def _activation(self) -> Activation:
         config, kind = self.activation_config, self.moe_config.activation
@@ -85,6 +106,22 @@ class Experts(mk.FusedMoEExpertsModular):
             raise ConfigError("swiglu_limit", None, f"a number, for {kind}")
         limit, alpha, beta = (float(v) for v in (config.clamp_limit, config.alpha, config.beta))
         return Activation("clamped_swiglu", alpha=alpha, limit=limit, up_offset=beta)
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Bring FP4 scales into the kernel's order, once: the layer's parameters are replaced."""
+        if not self.packed:
+            return
+        config = self.quant_config
+        given = layer.w13_weight, layer.w2_weight
+        scales = layer.w13_weight_scale, layer.w2_weight_scale
+        if "mxfp4" in self.packed:
+            made = ExpertWeights.from_mxfp4(*given, *scales, interleaved=self._in_turn)
+        else:
+            outer = config.g1_alphas, config.g2_alphas
+            made = ExpertWeights.from_nvfp4(*given, scales, outer, interleaved=self._in_turn)
+        replace_parameter(layer, "w13_weight_scale", made.w13_scale)
+        replace_parameter(layer, "w2_weight_scale", made.w2_scale)
+        config._w1.scale, config._w2.scale = layer.w13_weight_scale, layer.w2_weight_scale
 
     @staticmethod
     def is_supported_config(
@@ -104,6 +141,9 @@ class Experts(mk.FusedMoEExpertsModular):
         whole = get_current_vllm_config_or_none()
         if whole is not None and whole.parallel_config.enable_elastic_ep:
             return False, "the ranks may change (elastic expert parallelism)"
+        turns = moe_config.activation is MoEActivation.SWIGLUOAI
+        if turns and weight_key in (kFp8Static128BlockSym, kFp8StaticChannelSym):
+            return False, "gate and up rows in turn share FP8 scales (swigluoai)"
         if moe_config.skip_final_all_reduce:
             return False, "the model adds up what ranks return (skip_final_all_reduce)"
         try:
@@ -170,8 +210,8 @@ class Experts(mk.FusedMoEExpertsModular):
     ) -> None:
         """Write the weighted sums of hidden_states [T, H] bf16 to output [T, H]. Collective.
 
-        w1: [L, 2I, H], w2: [L, H, I], bf16 or e4m3, read where they are. topk_ids: [T, K], of all experts; -1 adds
-        nothing. expert_map: which experts this rank has; looked at once.
+        w1: [L, 2I, H], w2: [L, H, I], bf16, e4m3 or packed, read where they are. topk_ids: [T, K], of all experts; -1
+        adds nothing. expert_map: which experts this rank has; looked at once.
         Raises ArgumentError for what does not fit, and for weights on the input of several experts of a token, on all
         ranks.
         """
@@ -192,6 +232,8 @@ class Experts(mk.FusedMoEExpertsModular):
                 _check_placement(problem, expert_map)
                 self._placed = True
         b13, b2 = (None if b is None else b.float() for b in (self.w1_bias, self.w2_bias))
+        if self._in_turn:
+            w1, b13 = in_turn(w1), None if b13 is None else in_turn(b13)
         weights = ExpertWeights(w1, w2, b13, b2, self.w1_scale, self.w2_scale)
         out = output if hidden_states.dtype == torch.bfloat16 else None  # the error is to name x
         layer(hidden_states, topk_ids, topk_weights.float(), weights, out=out)

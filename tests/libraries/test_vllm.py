@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import entry_points
 from unittest import mock
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from megamoe import Layer
+from megamoe import ExpertWeights, Layer
 from megamoe.core.config import Activation
 from megamoe.core.errors import ArgumentError, ConfigError, MegaMoEError
 from megamoe.testing import assert_close, compare, launch, make_weights, same_bits
@@ -23,6 +24,7 @@ from vllm.plugins import DEFAULT_PLUGINS_GROUP  # noqa: E402
 from vllm_models import (  # noqa: E402
     EXPERTS,
     HIDDEN,
+    INTERMEDIATE,
     MoE,
     MoEActivation,
     Routes,
@@ -32,6 +34,7 @@ from vllm_models import (  # noqa: E402
     fp8,
     layer_of,
     parallel,
+    plain_nvfp4,
     problem_of,
     share,
     silu,
@@ -62,6 +65,17 @@ CASES = {
     "gelu": ({"activation": MoEActivation.GELU}, partial(gelu, approximate="none"), "geglu"),
     "gelu_tanh": ({"activation": MoEActivation.GELU_TANH}, partial(gelu, approximate="tanh"), "geglu_tanh"),
 }  # fmt: skip
+OAI = partial(silu, limit=7.0, alpha=1.702, beta=1.0)
+IN_TURN = {"activation": MoEActivation.SWIGLUOAI}
+FP4 = {  # vLLM's method -> precision, changes, vLLM's activation, ours, how its parameters are named
+    "GptOssMxfp4MoEMethod": ("bf16xmxfp4", IN_TURN | {"has_bias": True}, OAI, "swiglu_oai"),
+    "Mxfp4MoEMethod": (
+        *("fp8xmxfp4", {"swiglu_limit": 0.7}, partial(silu, limit=0.7)),
+        Activation("clamped_swiglu", limit=0.7),
+    ),
+    "ModelOptNvFp4FusedMoE": ("bf16xnvfp4", {}, silu, "swiglu"),
+    "CompressedTensorsW4A4Nvfp4MoEMethod": ("bf16xnvfp4", {}, silu, "swiglu"),
+}
 
 
 @pytest.mark.parametrize("precision", WITHIN)
@@ -79,6 +93,53 @@ def test_layers_compute_what_vllm_states(installed, case, precision):
     problem = problem_of(precision=precision, activation=ours)
     layer = Layer(problem, "alone", backend="staged")
     assert same_bits(y, layer(*call, make_weights(problem)))
+
+
+@pytest.mark.parametrize("method", FP4)
+def test_fp4_experts_are_read_in_place(installed, method):
+    precision, changes, activation, ours = FP4[method]
+    problem = problem_of(precision=precision, activation=ours, bias=changes.get("has_bias", False))
+    weights = make_weights(problem)
+    if "nvfp4" in precision:  # vLLM has one outer scale for gate and up
+        (s13, _), (s2, _) = (
+            plain_nvfp4(scale, planes, *sizes)
+            for scale, planes, *sizes in (
+                (weights.w13_scale, 2, INTERMEDIATE, HIDDEN),
+                (weights.w2_scale, 1, HIDDEN, INTERMEDIATE),
+            )
+        )
+        outer = torch.full((EXPERTS,), 2.0**-9)
+        made = ExpertWeights.from_nvfp4(weights.w13, weights.w2, (s13, s2), (outer, outer))
+        weights = replace(made, w13=weights.w13)
+    if problem.bias:
+        b13, b2 = (b.bfloat16().float() for b in (weights.b13, weights.b2))
+        weights = replace(weights, b13=b13, b2=b2)
+    moe = MoE(config_of(**changes), precision, strategies=method[:1] == "M")
+    assert type(moe.method).__name__ == method
+    names = "w13_weight", "w2_weight"
+    before = [getattr(moe, n, getattr(moe, f"{n}_packed", None)).data_ptr() for n in names]
+    moe.load(weights)
+    assert [getattr(moe, n).data_ptr() for n in names] == before
+    for name in ("w13", "w2"):  # vLLM's parameters, in the kernel's order, which is kept once
+        scale = getattr(moe, f"{name}_weight_scale")
+        assert torch.equal(scale.data, getattr(weights, f"{name}_scale"))
+    quant = moe.method.moe_kernel.fused_experts.quant_config
+    assert quant.w1_scale is moe.w13_weight_scale
+    call = tokens()
+    y = moe(*call)
+    layer = Layer(problem, "alone", backend="staged")
+    assert same_bits(y, layer(*call, weights))
+    expected = dense(call, activation, precision, bias=problem.bias, weights=weights)
+    assert_close(y.float(), expected, relative=0.06 if "fp8" in precision else 0.006)
+    moe.w13_weight.data[0].zero_()  # a write in place, which the next call sees
+    assert compare(moe(*call).float(), expected).relative > 0.1
+
+
+def test_rows_of_gate_and_up_in_turn(installed):
+    """BF16 experts of GPT-OSS, such as fine-tuned ones."""
+    call = tokens()
+    y = layer_of(has_bias=True, **IN_TURN)(*call)
+    assert_close(y.float(), dense(call, OAI, bias=True), relative=WITHIN["bf16"])
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])  # others have none in vLLM
@@ -234,7 +295,6 @@ REFUSED = {
     "kernel does not support parallel config": {"tp_size": 2},
     "batched_activation_format": {"all2all_backend": "deepep_low_latency", "dp_size": 2, "ep_size": 2, "use_ep": True},
     "torch.float16": {"in_dtype": torch.float16},
-    "SWIGLUOAI activation": {"activation": MoEActivation.SWIGLUOAI},
     "SITU activation": {"activation": MoEActivation.SITU},
     "LoRA": {"is_lora_enabled": True},
     "skip_final_all_reduce": {"skip_final_all_reduce": True},
@@ -253,6 +313,9 @@ def test_layers_that_no_layer_computes_are_refused(installed, reason):
 
 
 def test_other_scales_placements_and_calls_are_refused(installed):
+    for precision in ("fp8", "fp8_channel"):
+        with pytest.raises(ConfigError, match="gate and up rows in turn share FP8 scales"):
+            MoE(config_of(**IN_TURN), precision)
     for options in ({"block": (64, 128)}, {"block": (128, 64)}):
         with pytest.raises(ConfigError, match="quantization scheme"):
             MoE(config_of(), "fp8", **options)

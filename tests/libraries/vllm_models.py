@@ -29,13 +29,18 @@ from vllm.model_executor.layers.fused_moe.layer import FusedMoEFactory  # noqa: 
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (  # noqa: E402
     UnquantizedFusedMoEMethod,
 )
-from vllm.model_executor.layers.quantization import fp8  # noqa: E402
+from vllm.model_executor.layers.quantization import fp8, modelopt, mxfp4  # noqa: E402
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (  # noqa: E402
+    compressed_tensors_moe_w4a4_nvfp4 as compressed_nvfp4,
+)
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (  # noqa: E402
     compressed_tensors_moe_w8a8_fp8 as compressed_fp8,
 )
 from vllm.v1.worker.workspace import init_workspace_manager  # noqa: E402
 
 from megamoe.core.config import Problem  # noqa: E402
+from megamoe.formats.mxfp4 import plain_scales as plain_mxfp4  # noqa: E402
+from megamoe.formats.nvfp4 import plain_scales as plain_nvfp4  # noqa: E402
 from megamoe.testing import make_weights  # noqa: E402
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K, MAX_TOKENS = 256, 128, 6, 3, 64
@@ -87,6 +92,15 @@ class MoE(torch.nn.Module):
         with set_current_vllm_config(config):
             if precision == "bf16":
                 self.method = UnquantizedFusedMoEMethod(moe)
+            elif precision == "bf16xmxfp4":
+                self.method = mxfp4.GptOssMxfp4MoEMethod(moe)
+            elif precision == "fp8xmxfp4":
+                self.method = mxfp4.Mxfp4MoEMethod(moe)
+            elif precision == "bf16xnvfp4" and strategies:
+                quantized = modelopt.ModelOptNvFp4Config("NVFP4", True)
+                self.method = modelopt.ModelOptNvFp4FusedMoE(quantized, moe)
+            elif precision == "bf16xnvfp4":
+                self.method = compressed_nvfp4.CompressedTensorsW4A4Nvfp4MoEMethod(moe)
             elif precision == "fp8_channel":  # as FP8_DYNAMIC checkpoints say it
                 weights, rows = (
                     compressed_fp8.QuantizationArgs(num_bits=8, type="float", strategy=s, dynamic=d)
@@ -98,20 +112,41 @@ class MoE(torch.nn.Module):
                 quantized = fp8.Fp8Config(True, "dynamic", weight_block_size=list(block))
                 self.method = fp8.Fp8MoEMethod(quantized, self)
         sizes = HIDDEN, moe.intermediate_size_per_partition, torch.bfloat16
-        self.method.create_weights(self, self.local_num_experts, *sizes)
+        with set_current_vllm_config(config):
+            self.method.create_weights(self, self.local_num_experts, *sizes, weight_loader=print)
 
     def _expert_routing_tables(self):
         return None
 
     def load(self, weights):
         """Copy them into the parameters, then have vLLM process these."""
-        named = {"w13_weight": weights.w13, "w2_weight": weights.w2}
-        if weights.w13_scale is not None:
+        turns = self.moe_config.activation is MoEActivation.SWIGLUOAI
+        matrices = {"w13": weights.w13, "w2": weights.w2}
+        packed = "_packed" * hasattr(self, "w13_weight_packed")
+        named = {f"{name}_weight{packed}": w for name, w in matrices.items()}
+        if weights.w13.dtype == torch.uint8:
+            for name, w in matrices.items():
+                scale, planes = getattr(weights, f"{name}_scale"), 1 + (name == "w13")
+                rows, width = w.shape[1], 2 * w.shape[2]
+                if hasattr(self, "w13_weight_scale_2") or packed:
+                    made = plain_nvfp4(scale, planes, rows // planes, width)
+                    named[f"{name}_weight_scale"] = made[0].view(torch.float8_e4m3fn)
+                    outer = made[1] if name == "w13" else made[1][:, 0]
+                    end = "global_scale" if packed else "scale_2"
+                    named[f"{name}_weight_{end}"] = 1 / outer if packed else outer
+                    getattr(self, f"{name}_input_{'global_' * bool(packed)}scale").data.fill_(1)
+                else:
+                    named[f"{name}_weight_scale"] = plain_mxfp4(
+                        scale, planes, rows // planes, width
+                    )
+        elif weights.w13_scale is not None:
             end = "weight_scale" if hasattr(self, "w13_weight_scale") else "weight_scale_inv"
             named |= {f"w13_{end}": weights.w13_scale, f"w2_{end}": weights.w2_scale}
         if weights.b13 is not None:
             named |= {"w13_bias": weights.b13, "w2_bias": weights.b2}
         for name, value in named.items():
+            if turns and name.startswith("w13"):
+                value = value.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
             getattr(self, name).data.copy_(value)
         self.method.process_weights_after_loading(self)
         return self
@@ -191,11 +226,11 @@ def silu(gate_up, limit=1e9, alpha=1.0, beta=0.0):
         return SiluAndMulWithClamp(limit, alpha, beta, compile_native=False).forward_native(gate_up)
 
 
-def dense(call, activation=silu, precision="bf16", on_input=False, **changes):
+def dense(call, activation=silu, precision="bf16", on_input=False, weights=None, **changes):
     """Return y in fp32 of all experts' weights, dequantized; nothing else is rounded."""
     x, topk_ids, topk_weights = call
     problem = problem_of(precision=precision, **changes)
-    weights = make_weights(problem)
+    weights = weights or make_weights(problem)
     plain = weights.dense(problem, torch.float32)
     y = torch.zeros(len(x), HIDDEN)
     for token in range(len(x)):
