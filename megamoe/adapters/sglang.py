@@ -1,10 +1,10 @@
-"""Run SGLang's FP8 experts (0.5.23, `--moe-a2a-backend megamoe`, Hopper) in a layer instead of DeepGEMM's kernel.
+"""Run SGLang's FP8 and FP4 experts (0.5.23, `--moe-a2a-backend megamoe`, Hopper) in a layer.
 
     SGLANG_PLUGINS=megamoe python -m sglang.launch_server --moe-a2a-backend megamoe ...
 
 SGLang's FP8 experts in 128x128 blocks call three functions of the module `deep_gemm`, which this module replaces. FP8
-experts by channel and token are prepared for the same calls. Router, shared experts, loading, the experts' parameters
-and the rest of DeepGEMM stay as they are.
+experts by channel and token, MXFP4 and NVFP4 experts are prepared for the same calls. Router, shared experts, loading,
+the experts' parameters and the rest of DeepGEMM stay as they are.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from megamoe.adapters.library_layer import LibraryLayer, LibraryLayers, check, r
 from megamoe.adapters.library_patches import Patches, found
 from megamoe.core.config import Activation, Problem
 from megamoe.core.errors import ArgumentError, ConfigError, MegaMoEError
+from megamoe.core.table import MXFP4, NVFP4
 from megamoe.formats.weights import ExpertWeights
 
 log = logging.getLogger("megamoe")
@@ -28,6 +29,7 @@ log = logging.getLogger("megamoe")
 NAME = "megamoe"
 _VERSION = "SGLang 0.5.23"
 _BLOCKS = (128, 128, 128)
+_PACKED = {MXFP4.block_scales: "fp8xmxfp4", NVFP4.block_scales: "bf16xnvfp4"}
 _ROWS = 8  # of gate, then as many of up, in what SGLang makes for DeepGEMM
 # What SGLang's call says nothing of, as `moe_runner_config` of experts has it.
 _COMPUTED = {"activation": "silu", "is_gated": True, "apply_router_weight_on_input": False}
@@ -40,8 +42,8 @@ class Rows(NamedTuple):
     DeepGEMM's pair is a plain tuple with gate and up interleaved.
 
     Args:
-        weight: [L, 2I, H] e4m3.
-        scale: fp32 by blocks of 128x128, or by channel [L, 2I, 1].
+        weight: [L, 2I, H] e4m3, or packed [L, 2, I, H/2].
+        scale: fp32 by blocks of 128x128, or by channel [L, 2I, 1], or of FP4 as ExpertWeights has them.
     """
 
     weight: Tensor
@@ -106,7 +108,8 @@ class Buffer:
         limit.
         """
         by_channel = w2_scale.shape[1:] == (w2.shape[1], 1)
-        key = "fp8_channel" if by_channel else "fp8", clamp
+        precision = _PACKED.get(w2_scale.shape[-1], "") if w2.dtype == torch.uint8 else ""
+        key = precision or ("fp8_channel" if by_channel else "fp8"), clamp
         if key in self._layers:
             return self._layers[key]
 
@@ -209,8 +212,8 @@ class Installed:
     ) -> None:
         """Run the stored tokens and write [T, H] bf16 to the first T rows of y. Collective.
 
-        l1_weights: Rows. l2_weights: w2 [L, H, I] e4m3 and its scales. Scales are by blocks of 128x128, or by channel
-        [L, 2I, 1] and [L, H, 1] whatever `recipe` is. fast_math has no effect.
+        l1_weights: Rows. l2_weights: w2 [L, H, I] e4m3 and its scales, or packed. Scales are by blocks of 128x128, or
+        by channel [L, 2I, 1] and [L, H, 1], or of FP4, whatever `recipe` is. fast_math has no effect.
 
         Raises:
             ArgumentError: An argument here or in mega_moe_pre_dispatch_sm90() is invalid, or gate and up are
@@ -262,9 +265,9 @@ def install(*, backend: str = "auto", **options: Any) -> Installed:
     check(backend, options)
     try:
         import deep_gemm
-        from sglang.srt.layers.moe import mega_moe_sm90
+        from sglang.srt.layers.moe import mega_moe, mega_moe_sm90
         from sglang.srt.layers.moe.moe_runner import deep_gemm as runner
-        from sglang.srt.layers.quantization import w8a8_fp8
+        from sglang.srt.layers.quantization import modelopt_quant, w8a8_fp8
         from sglang.srt.layers.quantization.compressed_tensors import schemes
     except ImportError as error:
         raise ConfigError("sglang", f"not usable ({error})", "SGLang and sgl-deep-gemm") from error
@@ -279,6 +282,13 @@ def install(*, backend: str = "auto", **options: Any) -> Installed:
         )
     ]
     by_channel = [(kind, finish, _ready(found(_VERSION, kind, finish))) for kind in methods]
+    nvfp4 = found(_VERSION, modelopt_quant, "ModelOptNvFp4FusedMoEMethod")
+    packed: list[tuple[Any, str, Any]] = [
+        (mega_moe, "build_mega_moe_experts_weights", _build_mxfp4),
+        (nvfp4, "_build_mega_moe_weights", lambda _, experts: _build_nvfp4(experts)),
+    ]
+    for module, of, _ in packed:
+        found(_VERSION, module, of)
     made = Installed(backend, options)
     ours = "get_symm_buffer_for_mega_moe", "mega_moe_pre_dispatch_sm90", "fp8_mega_moe"
     new = [(deep_gemm, name, getattr(made, name)) for name in ours]
@@ -287,7 +297,8 @@ def install(*, backend: str = "auto", **options: Any) -> Installed:
         "use_swizzle",
         property(_turns, _set_turns),
     )
-    _patches.put(made, [(mega_moe_sm90, name, _built_in_order(build)), *by_channel, core, *new])
+    in_order = mega_moe_sm90, name, _built_in_order(build)
+    _patches.put(made, [in_order, *by_channel, *packed, core, *new])
     return made
 
 
@@ -298,7 +309,7 @@ def plugin() -> None:
     named = [name.strip() for name in (envs.SGLANG_PLUGINS.get() or "").split(",")]
     if NAME in named and _patches.made is None:
         install()
-        log.info("SGLang's FP8 experts with --moe-a2a-backend megamoe are megamoe layers")
+        log.info("SGLang's FP8 and FP4 experts with --moe-a2a-backend megamoe are megamoe layers")
 
 
 def _built_in_order(build: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -351,6 +362,37 @@ def _ready(finish: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
         layer._mega_moe_sm90_fp8_weights = layer._mega_moe_weights_built = True
 
     return process_weights_after_loading
+
+
+def _build_mxfp4(experts: Any) -> None:
+    """Prepare MXFP4 experts (DeepSeek-V4) for our call. SGLang has their scales in fp32."""
+    if not experts._mega_moe_weights_built:
+        weights = experts.w13_weight.data, experts.w2_weight.data
+        given = [getattr(experts, f"{name}_weight_scale_inv").data for name in ("w13", "w2")]
+        scales = [scale.to(torch.float8_e8m0fnu) for scale in given]
+        if not all(
+            map(torch.equal, given, (s.to(g.dtype) for s, g in zip(scales, given, strict=True)))
+        ):
+            raise ConfigError("scales of MXFP4 experts", "others", "powers of two")
+        _keep(experts, ExpertWeights.from_mxfp4(*weights, *scales), "weight_scale_inv")
+
+
+def _build_nvfp4(experts: Any) -> None:
+    """Prepare ModelOpt's NVFP4 experts for our call: rows are bf16, their scales are not used."""
+    weights = experts.w13_weight.data, experts.w2_weight.data
+    scales = experts.w13_weight_scale.data, experts.w2_weight_scale.data
+    outer = experts.w13_weight_scale_2.data, experts.w2_weight_scale_2.data
+    _keep(experts, ExpertWeights.from_nvfp4(*weights, scales, outer), "weight_scale")
+
+
+def _keep(experts: Any, made: ExpertWeights, scale: str) -> None:
+    """Put FP4 scales in the kernel's order in the place of SGLang's, and point calls to both."""
+    _check_formula(experts)
+    pairs: Any = (made.w13, made.w13_scale), (made.w2, made.w2_scale)
+    for name, (_, value) in zip(("w13", "w2"), pairs, strict=True):
+        getattr(experts, f"{name}_{scale}").data = value
+    experts.mega_l1_weights, experts.mega_l2_weights = Rows(*pairs[0]), pairs[1]
+    experts._mega_moe_sm90_fp8_weights = experts._mega_moe_weights_built = True
 
 
 def _refer(experts: Any, scale: str) -> None:

@@ -21,10 +21,13 @@ from sglang.srt.layers.moe.fused_moe_native import fused_moe_forward_native  # n
 from sglang.srt.layers.moe.moe_runner.deep_gemm import DeepGemmRunnerCore  # noqa: E402, F401
 from sglang.srt.layers.moe.utils import MoeA2ABackend, get_flags  # noqa: E402
 from sglang.srt.layers.quantization.compressed_tensors import schemes  # noqa: E402
+from sglang.srt.layers.quantization.modelopt_quant import ModelOptNvFp4FusedMoEMethod  # noqa: E402
 from sglang.srt.layers.quantization.w8a8_fp8 import W8A8FP8MoEMethod  # noqa: E402
 from sglang.srt.plugins import GENERAL_PLUGINS_GROUP  # noqa: E402, F401
 
 from megamoe.core.config import Problem  # noqa: E402
+from megamoe.formats.mxfp4 import plain_scales as plain_mxfp4  # noqa: E402
+from megamoe.formats.nvfp4 import plain_scales as plain_nvfp4  # noqa: E402
 from megamoe.testing import make_weights  # noqa: E402
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K, MAX_TOKENS = 256, 128, 6, 3, 64
@@ -97,6 +100,38 @@ def built(rank=0, size=1, seed=0):
     """Return experts after SGLang's own function has built them."""
     experts = experts_of(rank, size, seed)
     mega_moe_sm90.build_sm90_mega_moe_experts_weights(experts)
+    return experts
+
+
+def packed(precision, rank=0, size=1, **config):
+    """Return FP4 experts as SGLang has them when loading ends, and after its own functions have built them."""
+    problem = problem_of(rank, size, precision)
+    weights, experts = make_weights(problem), flagged(torch.nn.Module(), **config)
+    for name, planes, rows, width in (
+        ("w13", 2, INTERMEDIATE, HIDDEN),
+        ("w2", 1, HIDDEN, INTERMEDIATE),
+    ):
+        scale, given = getattr(weights, f"{name}_scale"), {"weight": getattr(weights, name)}
+        if precision == "fp8xmxfp4":  # int8, and powers of two in fp32
+            plain = plain_mxfp4(scale, planes, rows, width).view(torch.float8_e8m0fnu)
+            given = {"weight": given["weight"].view(torch.int8), "weight_scale_inv": plain.float()}
+        else:
+            plain, outer = plain_nvfp4(scale, planes, rows, width)
+            given["weight_scale"] = plain.view(torch.float8_e4m3fn)
+            given["weight_scale_2"] = outer if planes == 2 else outer[:, 0]
+        for end, value in given.items():
+            kept = torch.nn.Parameter(value.clone(), requires_grad=False)
+            setattr(experts, f"{name}_{end}", kept)
+    experts.num_experts = EXPERTS
+    return experts
+
+
+def build(experts):
+    """End the loading of FP4 experts as SGLang's methods do it with --moe-a2a-backend megamoe."""
+    if hasattr(experts, "w13_weight_scale_inv"):
+        mega_moe.build_mega_moe_experts_weights(experts)
+    else:
+        ModelOptNvFp4FusedMoEMethod._build_mega_moe_weights(None, experts)
     return experts
 
 

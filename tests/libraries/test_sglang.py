@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megamoe import ExpertWeights, Layer
 from megamoe.core.config import Activation
 from megamoe.core.errors import ArgumentError, ConfigError, MegaMoEError
-from megamoe.testing import assert_close, compare, launch, same_bits
+from megamoe.testing import assert_close, compare, launch, make_weights, same_bits
 
 pytest.importorskip("sglang", reason="sglang is missing: make libraries")
 from outcomes import outcome  # noqa: E402
@@ -26,6 +26,7 @@ from sglang_models import (  # noqa: E402
     DeepGemmRunnerCore,
     MoeRunnerConfig,
     args_of,
+    build,
     built,
     by_channel,
     chosen,
@@ -36,6 +37,7 @@ from sglang_models import (  # noqa: E402
     mega_moe,
     mega_moe_sm90,
     native,
+    packed,
     problem_of,
     run,
     schemes,
@@ -134,6 +136,42 @@ def test_layers_of_a_model_and_batches_share_one_buffer(installed):
     part = run(experts, tuple(t[:7] for t in call), dist.group.WORLD)
     assert same_bits(part, y[:7])
     assert len(mega_moe._MEGA_MOE_SYMM_BUFFER) == 1
+
+
+PACKED = {"fp8xmxfp4": FP8, "bf16xnvfp4": 0.01}
+
+
+@pytest.mark.parametrize("precision", PACKED)
+def test_fp4_experts_are_read_in_place(installed, precision):
+    experts, call = packed(precision), tokens()
+    places = [experts.w13_weight.data_ptr(), experts.w2_weight.data_ptr()]
+    build(experts)
+    assert mega_moe.is_mega_moe_experts_ready(experts)
+    kept = experts.mega_l1_weights[0], experts.mega_l2_weights[0]
+    assert [t.data_ptr() for t in kept] == places
+    problem = problem_of(precision=precision)
+    weights = make_weights(problem)
+    scales = experts.mega_l1_weights[1], experts.mega_l2_weights[1]
+    assert all(map(torch.equal, scales, (weights.w13_scale, weights.w2_scale)))
+    assert sum(p.nbytes for p in experts.parameters()) < 1.2 * sum(w.nbytes for w in kept)
+    y = run(experts, call, dist.group.WORLD)
+    expected = dense(call, precision=precision)
+    assert_close(y.float(), expected, relative=PACKED[precision])
+    assert same_bits(y, Layer(problem, "alone", backend="staged")(*call, weights))
+    clamped = run(experts, call, dist.group.WORLD, activation_clamp=0.3)
+    assert_close(clamped.float(), dense(call, 0.3, precision=precision), relative=PACKED[precision])
+    experts.w2_weight.data[0].zero_()
+    changed = run(experts, call, dist.group.WORLD)
+    assert compare(changed.float(), expected).relative > 2 * PACKED[precision]
+
+
+def test_fp4_experts_of_other_formulas_and_scales_are_refused(installed):
+    with pytest.raises(ConfigError, match="gemm1_alpha is 1.702, expected None"):
+        build(packed("bf16xnvfp4", gemm1_alpha=1.702))
+    experts = packed("fp8xmxfp4")
+    experts.w2_weight_scale_inv.data[0, 0, 0] = 3.0
+    with pytest.raises(ConfigError, match="scales of MXFP4 experts is others, expected powers of"):
+        build(experts)
 
 
 def _over_two_ranks(rank):
