@@ -42,10 +42,10 @@ class Rank:
         dist.all_gather_object(values, value)
         return values
 
-    def print(self, *words: object) -> None:
+    def print(self, *words: object, sep: str = " ") -> None:
         """Print on rank 0 only."""
         if self.is_first:
-            print(*words, flush=True)
+            print(*words, sep=sep, flush=True)
 
 
 def launch(worker: Worker, args: argparse.Namespace) -> int:

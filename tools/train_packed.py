@@ -35,6 +35,7 @@ def main() -> int:
     add("--checkpointing", action="store_true", help="recompute layers in backward")
     add("--generate", type=at_least(1), nargs="*", default=[], metavar="B", help="batches")
     add("--length", type=at_least(4), default=96, help="tokens of a generated text, at most 128")
+    add("--profile", action="store_true", help="on a GPU, also the longest kernels of a step")
     add("--curves", type=Path, metavar="CSV", help="figures, with losses in NAME-steps.csv")
     add_launch_arguments(parser)
     args = parser.parse_args()

@@ -4,6 +4,7 @@ import argparse
 import statistics
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
 from bench.demo.curves import final_loss
 from bench.demo.model import ModelConfig, shared_corpus
@@ -36,6 +38,7 @@ TINY = {
 }
 EXPONENTS = 119, 121  # of MXFP4 scales: numbers of 0.016 on average, as initialized
 GIB = 2**30
+NAME, SHOWN = 80, 14  # letters of a kernel's name; kernels
 
 
 @dataclass
@@ -45,6 +48,7 @@ class Result:
     losses: list[float] = field(default_factory=list)  # nats per token
     ms: list[float] = field(default_factory=list)  # of the timed steps
     generated: dict[int, float] = field(default_factory=dict)  # batch -> tokens per second
+    kernels: dict[str, dict[str, float]] = field(default_factory=dict)  # of a step, microseconds
     gib: dict[str, float] = field(default_factory=dict)  # weights; peaks of what followed
 
 
@@ -95,6 +99,16 @@ def draw(model: nn.Module) -> None:
             parameter.normal_(0, 0.02)
 
 
+def kernels_of(step: Callable[[], Any]) -> dict[str, float]:
+    """Return the microseconds of each kernel that a step launches, the longest first."""
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        step()
+        torch.cuda.synchronize()
+    of = {e.key[:NAME]: e.self_device_time_total for e in found.key_averages()}
+    longest = sorted(of, key=lambda name: -of[name])
+    return {"all": sum(of.values())} | {name: of[name] for name in longest[:SHOWN]}
+
+
 def trained(model: Any) -> tuple[Any, list[nn.Parameter]]:
     """Return the model that is called, with adapters if peft is installed, and its parameters that are trained."""
     whole = ["norm.weight", "lm_head.weight"]
@@ -113,11 +127,11 @@ def trained(model: Any) -> tuple[Any, list[nn.Parameter]]:
     return model, [p for p in model.parameters() if p.requires_grad]
 
 
-def train(model: Any, setup: Setup, checkpointing: bool, result: Result) -> str:
+def train(model: Any, setup: Setup, args: argparse.Namespace, result: Result) -> str:
     """Take the steps of a recipe; return what was trained."""
     model, parameters = trained(model)
     model.train()
-    if checkpointing:
+    if args.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.enable_input_require_grads()
     on_gpu = setup.device.type == "cuda"
@@ -133,33 +147,40 @@ def train(model: Any, setup: Setup, checkpointing: bool, result: Result) -> str:
         else:
             stamps.append(time.perf_counter())
 
-    for step, (inputs, targets) in enumerate(batches):
-        if step >= WARM:
-            stamp()
+    def take(step: int) -> None:
+        inputs, targets = batches[step]
         given = {"labels": inputs, "shift_labels": targets.contiguous()}
         loss = model(input_ids=inputs, use_cache=False, **given).loss
         loss.backward()
         optimizer.step(setup.recipe.rate(step))
         losses.append(loss.detach())
+
+    for step in range(len(batches)):
+        if step >= WARM:
+            stamp()
+        take(step)
         if step == 0 and on_gpu:
             torch.cuda.synchronize()  # an error of a launch ends the case here
     stamp()
     if on_gpu:
         torch.cuda.synchronize()
     result.losses = torch.stack(losses).tolist()
+    if args.profile:
+        result.kernels["training"] = kernels_of(lambda: take(len(batches) - 1))
     result.ms = [milliseconds(*pair) for pair in zip(stamps, stamps[1:], strict=False)]
     numbers = sum(p.numel() for p in parameters)
     return f"{numbers / 1e6:,.0f} M of {'LoRA, ' * (find_spec('peft') is not None)}norms, head"
 
 
-def generate(model: Any, batches: list[int], length: int) -> dict[int, float]:
-    """Return tokens per second of each batch."""
-    found = {}
-    for batch in batches:
-        decoder = Decoder(model, length, batch=batch)
-        _, steps_per_s = decoder.text(torch.arange(8), length - 8)
-        found[batch] = batch * steps_per_s
-    return found
+def generate(model: Any, args: argparse.Namespace, result: Result) -> None:
+    """Generate texts of each batch."""
+    for batch in args.generate:
+        decoder = Decoder(model, args.length, batch=batch)
+        count = int(args.length) - 9  # one step is left for the profile
+        _, steps_per_s = decoder.text(torch.arange(8), count)
+        result.generated[batch] = batch * steps_per_s
+        if args.profile:
+            result.kernels[f"batch {batch}"] = kernels_of(decoder.graph.replay)
 
 
 def run(case: str, args: argparse.Namespace, me: Rank) -> tuple[Result, str]:
@@ -180,7 +201,7 @@ def run(case: str, args: argparse.Namespace, me: Rank) -> tuple[Result, str]:
         model = model_of(case, args, me)
         peak("weights")
         start = time.perf_counter()
-        result.generated = generate(model, args.generate, int(args.length))
+        generate(model, args, result)
         me.print(f"{case}: generated in {time.perf_counter() - start:.0f} s")
         peak("generation")
         if args.steps:
@@ -191,7 +212,7 @@ def run(case: str, args: argparse.Namespace, me: Rank) -> tuple[Result, str]:
                 warmup=10,
             )
             setup = Setup(recipe, shared_corpus(), me.device, dist.group.WORLD, {})
-            what = train(model, setup, args.checkpointing, result)
+            what = train(model, setup, args, result)
             me.print(f"{case}: trained in {time.perf_counter() - start:.0f} s")
             peak("training")
         layers = model.config.num_hidden_layers
@@ -208,6 +229,8 @@ def figures(result: Result, tokens: int) -> dict[str, str]:
     found = {f"GiB, {of}": f"{gib:.1f}" for of, gib in result.gib.items() if of != "before"}
     for batch, speed in result.generated.items():
         found[f"generated tokens/s, batch {batch}"] = f"{speed:.0f}"
+    for of, kernels in result.kernels.items():
+        found |= {f"us, {of}: {name}": f"{us:.0f}" for name, us in kernels.items()}
     if result.ms:
         ms = statistics.median(result.ms)
         found |= {"ms of a step": f"{ms:.1f}", "tokens/s": f"{1e3 * tokens / ms:.0f}"}
@@ -231,7 +254,9 @@ def worker(me: Rank, args: argparse.Namespace) -> int:
             failed += 1
         else:
             found = figures(result, tokens)
-            me.print(f"{case}, trained {what}: {', '.join(f'{k} {v}' for k, v in found.items())}")
+            me.print(
+                f"{case}, trained {what}", *(f"  {k}: {v}" for k, v in found.items()), sep="\n"
+            )
             rows += [["packed", case, *pair] for pair in found.items()]
             timed = [""] * (len(result.losses) - len(result.ms)) + result.ms
             pairs = zip(result.losses, timed, strict=True)

@@ -1,5 +1,6 @@
 """GPT-OSS in MXFP4 on a GPU: loaded packed by transformers, texts and gradients beside dequantized experts."""
 
+import gc
 import sys
 from pathlib import Path
 
@@ -27,7 +28,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def experts():
-    registered = adapter.register(max_tokens=64, precision=None)
+    registered = adapter.register(max_tokens=64)
     yield registered
     registered.close()
 
@@ -44,13 +45,12 @@ def loaded(folder, dequantize=False, implementation="megamoe"):
 
 def test_loading_needs_no_more_than_the_files(folder):
     size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    gc.collect()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     model = loaded(folder)
     assert sum(p.nbytes for p in model.parameters()) <= size
-    model(token_ids(1, 8).to(DEVICE))  # copies scales
-    experts = 6 * 3 * 512 * 1024 * 2  # of one layer in bf16
-    assert torch.cuda.max_memory_allocated() - before < 1.25 * size + experts / 2
+    assert torch.cuda.max_memory_allocated() - before < 1.25 * size  # dense experts have 3.7 of it
 
 
 @torch.no_grad()
