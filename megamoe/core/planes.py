@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # 1.2 s to import (2026-11-24): who has such objects has paid
 STRIDE_BYTES, MAX_STRIDE_BYTES = 16, 1 << 40  # of a tensor map
 # Such an address may be an offset into storage that was freed. GPUs have no memory there.
 SUSPECT_BELOW = 1 << 32
-_IN_MEMORY = (Tensor, torch.nn.Parameter)  # what subclasses hold is theirs
+IN_MEMORY = (Tensor, torch.nn.Parameter)  # what subclasses hold is theirs
 
 
 def by_plane(w: Tensor, planes: int) -> Tensor:
@@ -44,7 +44,7 @@ def check_strides(name: str, w: Tensor) -> None:
 
 def is_dtensor(value: object) -> TypeGuard[DTensor]:
     """Whether `value` is a DTensor."""
-    if type(value) in _IN_MEMORY or "torch.distributed.tensor" not in sys.modules:
+    if type(value) in IN_MEMORY or "torch.distributed.tensor" not in sys.modules:
         return False
     from torch.distributed.tensor import DTensor
 
@@ -80,7 +80,7 @@ def overlaps_itself(t: Tensor) -> bool:
 
 def _held(t: Tensor) -> int | None:
     """Return the size of t's storage if t does not fit into it, else None. FSDP frees storage by resize_(0)."""
-    if type(t) not in _IN_MEMORY or torch.compiler.is_compiling() or not t.numel():
+    if type(t) not in IN_MEMORY or torch.compiler.is_compiling() or not t.numel():
         return None
     try:
         held = t.untyped_storage().nbytes()

@@ -48,3 +48,17 @@ def has_tangent(tensors: Sequence[Tensor | None]) -> bool:
         return False
     floats = (t for t in tensors if t is not None and t.is_floating_point())
     return any(forward_ad.unpack_dual(t).tangent is not None for t in floats)
+
+
+def watched() -> bool:
+    """Whether a mode or a transform has to see the operators."""
+    return torch._C._len_torch_dispatch_stack() > 0 or functional() or forward_mode()
+
+
+def records(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether a call's gradients are recorded."""
+    if not torch.is_grad_enabled():
+        return False
+    if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():  # both may be on
+        return False
+    return any(t is not None and t.requires_grad for t in tensors)

@@ -14,6 +14,7 @@ from torch import Tensor
 from megamoe.backends.call import Gradients, GradRequest, Needs
 from megamoe.core import transforms
 from megamoe.core.errors import ArgumentError
+from megamoe.core.transforms import watched
 from megamoe.formats.weights import ExpertWeights
 from megamoe.layer import main_grad
 from megamoe.layer.backward import gradients, known_of
@@ -21,7 +22,6 @@ from megamoe.layer.delayed import Delayed, asked_of
 from megamoe.layer.inputs import Inputs
 from megamoe.layer.operators import forward, library
 from megamoe.layer.runtime import Runtime, runtime_of
-from megamoe.layer.signature import watched
 
 __all__ = [
     "RecordOptions",
@@ -30,7 +30,6 @@ __all__ = [
     "record",
     "refuse_tangents",
     "runtime_of",
-    "watched",
 ]
 
 NO_WEIGHTS: dict[str, Any] = dict.fromkeys(ExpertWeights.__dataclass_fields__)

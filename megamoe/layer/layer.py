@@ -26,7 +26,7 @@ from megamoe.backends.statistics import Statistics
 from megamoe.core.config import Problem
 from megamoe.core.errors import ArgumentError, ConfigError, MegaMoEError
 from megamoe.core.table import E4M3_BLOCKS
-from megamoe.core.transforms import faked, lasting
+from megamoe.core.transforms import faked, lasting, records, watched
 from megamoe.core.uncompiled import uncompiled
 from megamoe.experts.placement import ExpertPlacement
 from megamoe.formats.quantized import QuantizedRows
@@ -40,7 +40,7 @@ from megamoe.layer.delayed import Delayed
 from megamoe.layer.inputs import Inputs, flat
 from megamoe.layer.rows import Weighting, check_weights, checked, taken
 from megamoe.layer.runtime import Runtime, Turns
-from megamoe.layer.signature import Signature, Signatures, records, watched
+from megamoe.layer.signature import Signature, Signatures
 
 _AGREED = "routed_scaling_factor", "apply_router_weight_on_input", "delay_wgrad", "placement"
 _PLAIN = (Tensor, torch.nn.Parameter)

@@ -10,30 +10,12 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from megamoe.backends.call import overwrites
-from megamoe.core import transforms
 from megamoe.core.planes import SUSPECT_BELOW, is_freed
+from megamoe.core.transforms import watched
 from megamoe.formats.weights import ExpertWeights
 from megamoe.layer.inputs import Inputs
 
 MAX_SHAPES, OF_A_SHAPE = 1024, 4
-
-
-def watched() -> bool:
-    """Whether a mode or a transform has to see the operators."""
-    return (
-        torch._C._len_torch_dispatch_stack() > 0
-        or transforms.functional()
-        or transforms.forward_mode()
-    )
-
-
-def records(tensors: Sequence[Tensor]) -> bool:
-    """Whether a call's gradients are recorded."""
-    if not torch.is_grad_enabled():
-        return False
-    if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():  # both may be on
-        return False
-    return any(t.requires_grad for t in tensors)
 
 
 class Signature:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType
 
 from megamoe.core.config import Activation, activation_by_name
+from megamoe.core.transforms import records
 from megamoe.formats import quantization
 from megamoe.ops import checks, gradients, operators
 from megamoe.ops.checks import Given
@@ -159,7 +160,7 @@ def grouped_mm_act(
     w, bias = checks.planes_of("mat_b", mat_b, bias, act.planes, alternate)
     if quantizes and w.shape[2] % 16:
         checks.refuse("mat_b.shape", list(mat_b.shape), "I a multiple of 16, to quantize h")
-    saves = return_pre or (plain and _records(mat_a, mat_b, bias, row_scale))
+    saves = return_pre or (plain and records((mat_a, mat_b, bias, row_scale)))
     call = mat_a, w, *groups, bias, act.kind, _numbers(act), saves
     h, beside = operators.grouped_activation(*call, *of, quantizes, row_scale)
     if quantizes:
@@ -286,7 +287,7 @@ def grouped_mlp(
         checks.refuse("w_down.shape", list(w_down.shape), f"[{num}, {width}, {hidden}]")
     checks.check_weights("w_down", w_down, x)
     checks.check_bias("b_down", b_down, num, hidden, x)
-    saves = not dynamic and _records(x, w_up, w_down, b_up, b_down, row_scale)
+    saves = not dynamic and records((x, w_up, w_down, b_up, b_down, row_scale))
     of = act.kind, _numbers(act), saves, dynamic, row_scale
     y: Tensor = operators.grouped_mlp(x, w13, w_down.transpose(1, 2), *groups, b13, b_down, *of)[0]
     return y
@@ -348,7 +349,3 @@ def _product(
 
 def _numbers(act: Activation) -> list[float]:
     return [act.alpha, act.limit, act.up_offset]
-
-
-def _records(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)

@@ -19,6 +19,7 @@ from torch import Tensor
 from megamoe.core.config import Activation
 from megamoe.core.errors import MegaMoEError
 from megamoe.formats.quantization import GROUP
+from megamoe.ops import operators
 from megamoe.ops.groups import Groups
 from megamoe.ops.operands import join, split
 from megamoe.ops.operators import (
@@ -75,7 +76,7 @@ def rows_of(t: Tensor) -> Tensor:
 
 def _product(rows: Tensor, w: Tensor, call: Any, bias: Tensor | None = None) -> Tensor:
     """rows: [M, K], w: [E, K, N], both bf16, bias: [E, N] -> [M, N], in the precision of the call."""
-    return grouped_mm(rows, w, call.offs, call.alignment, bias, dynamic=call.dynamic)
+    return grouped_mm(rows, w, call.offs, call.alignment, bias, None, None, call.dynamic)
 
 
 def of_weights(
@@ -146,7 +147,7 @@ def _refuse(name: str) -> None:
     def backward(ctx: Any, *_: Any) -> Any:
         raise _refusal(name)
 
-    torch.library.register_autograd(f"megamoe::{name}", backward)
+    _register(name, backward, lambda *_: None)
 
 
 def _differentiate(name: str, gradients: Callable[..., Found]) -> None:
@@ -181,7 +182,21 @@ def _differentiate(name: str, gradients: Callable[..., Found]) -> None:
         found = gradients(SimpleNamespace(needs=needs, **ctx.others, **tensors), *results)
         return tuple(found.get(n) if needs.get(n) else None for n in names)
 
-    torch.library.register_autograd(f"megamoe::{name}", backward, setup_context=setup_context)
+    _register(name, backward, setup_context)
+
+
+def _register(name: str, backward: Callable[..., Any], setup: Callable[..., None]) -> None:
+    """Register them in graphs and, as an autograd function past the dispatcher, of eager calls."""
+    run = getattr(operators, name).__wrapped__
+    torch.library.register_autograd(f"megamoe::{name}", backward, setup_context=setup)
+
+    def forward(ctx: Any, *args: Any) -> Any:
+        out = run(*args)
+        setup(ctx, args, out)
+        return out
+
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    operators.recorded[name] = type(f"megamoe::{name}", (torch.autograd.Function,), methods)
 
 
 def register() -> None:

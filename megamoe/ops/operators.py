@@ -17,15 +17,16 @@ reads `offs` on the host.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, wraps
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megamoe.core.config import Activation
-from megamoe.core.planes import STRIDE_BYTES
+from megamoe.core.planes import IN_MEMORY, STRIDE_BYTES
+from megamoe.core.transforms import records, watched
 from megamoe.formats.quantization import E4M3, num_groups
 from megamoe.jit.grouped import GroupedVariant
 from megamoe.launch.panels import TILE_COLUMNS
@@ -37,12 +38,37 @@ from megamoe.ops.operands import Operands, by_k, dequantized, quantized, readabl
 from megamoe.ops.scales import num_places
 from megamoe.ops.tails import tails
 
-_op = torch.library.custom_op
+recorded: dict[str, Any] = {}  # the autograd functions of eager calls, by operator: gradients.py
 _variant = cache(GroupedVariant)
 _WEIGHTS = _variant("weights")
 
 
-@_op("megamoe::grouped_mm", mutates_args=())
+def _op(run: Callable[..., Any]) -> Any:
+    """Register an operator. Eager calls go past the dispatcher, which takes longer than a small kernel."""
+    name, defaults = run.__name__, run.__defaults__ or ()
+    names = run.__code__.co_varnames[: run.__code__.co_argcount]
+    written = [n for n in names if n == "out"]
+    custom = torch.library.custom_op(f"megamoe::{name}", run, mutates_args=written)
+
+    @wraps(run)
+    def call(*args: Any) -> Any:
+        if torch.compiler.is_compiling() or watched() or torch._C._get_tracing_state():
+            return custom(*args)
+        tensors = [t for t in args if isinstance(t, Tensor)]
+        if not all(type(t) in IN_MEMORY for t in tensors):
+            return custom(*args)
+        if name in recorded and records(tensors):
+            return recorded[name].apply(*args, *defaults[len(args) - len(names) + len(defaults) :])
+        if not written:
+            return run(*args)
+        with torch.no_grad():
+            torch.autograd.graph.increment_version(args[-1])
+            return run(*args)
+
+    return call
+
+
+@_op
 def grouped_mm(
     x: Tensor, w: Tensor, offs: Tensor | None, alignment: int, bias: Tensor | None,
     x_scale: Tensor | None = None, w_scale: Tensor | None = None, dynamic: bool = False,
@@ -53,7 +79,7 @@ def grouped_mm(
     return _activated(quantized(given, groups) if dynamic else given, groups, bias)[0]
 
 
-@_op("megamoe::grouped_activation", mutates_args=())
+@_op
 def grouped_activation(
     x: Tensor, w: Tensor, offs: Tensor | None, alignment: int, bias: Tensor | None, kind: str,
     numbers: Sequence[float], saves: bool, x_scale: Tensor | None = None,
@@ -67,7 +93,7 @@ def grouped_activation(
     return _activated(given, groups, bias, act, saves, quantizes, row_scale)
 
 
-@_op("megamoe::grouped_activation_gradient", mutates_args=())
+@_op
 def grouped_activation_gradient(
     dy: Tensor, w: Tensor, gu: Tensor, offs: Tensor | None, alignment: int, kind: str,
     numbers: Sequence[float], row_scale: Tensor | None = None,
@@ -89,7 +115,7 @@ def grouped_activation_gradient(
     return dgu, h, d_scale if row_scale is None else parts.sum(1)
 
 
-@_op("megamoe::grouped_mlp", mutates_args=())
+@_op
 def grouped_mlp(
     x: Tensor, w13: Tensor, w2: Tensor, offs: Tensor | None, alignment: int, b13: Tensor | None,
     b2: Tensor | None, kind: str, numbers: Sequence[float], saves: bool, dynamic: bool = False,
@@ -106,7 +132,7 @@ def grouped_mlp(
     return _activated(second, groups, b2)[0], x.new_empty(0)
 
 
-@_op("megamoe::grouped_wgrad", mutates_args=())
+@_op
 def grouped_wgrad(
     a: Tensor, b: Tensor, offs: Tensor | None, alignment: int, num_experts: int, fp32: bool,
     sums: bool,
@@ -126,7 +152,7 @@ def grouped_wgrad(
     return out, total
 
 
-@_op("megamoe::grouped_wgrad_add", mutates_args=("out",))
+@_op
 def grouped_wgrad_add(
     a: Tensor, b: Tensor, offs: Tensor | None, alignment: int, out: Tensor
 ) -> None:
