@@ -6,6 +6,7 @@ Sources: csrc/megamoe/kernels/quantize_weights.cuh and sum_rows.cuh.
 from __future__ import annotations
 
 import ctypes
+import threading
 from functools import lru_cache
 from typing import Any
 
@@ -19,6 +20,7 @@ from megamoe.formats.quantization import new_transposes, stored_shape
 from megamoe.jit.compiler import CompileResult, compile_source
 from megamoe.jit.module import Kernel, Launcher
 from megamoe.jit.source import (
+    COPY_TAILS_ENTRY,
     DEQUANTIZE_ROWS_ENTRY,
     QUANTIZE,
     QUANTIZE_ENTRY,
@@ -53,6 +55,22 @@ class _RowsArgs(ctypes.Structure):
         ("scale", ctypes.c_void_p),
         ("rows", ctypes.c_int32),
         ("columns", ctypes.c_int32),
+        ("places", ctypes.c_int32),
+        ("num_experts", ctypes.c_int32),
+        ("alignment", ctypes.c_int32),
+        ("ends", ctypes.c_void_p),
+    )
+
+
+class _TailsArgs(ctypes.Structure):
+    _fields_ = (
+        ("x", ctypes.c_void_p * 2),
+        ("out", ctypes.c_void_p * 2),
+        ("ends", ctypes.c_void_p),
+        ("row_stride", ctypes.c_int64 * 2),
+        ("columns", ctypes.c_int32 * 2),
+        ("rows", ctypes.c_int32),
+        ("alignment", ctypes.c_int32),
     )
 
 
@@ -76,14 +94,23 @@ def _kernel(device: int, entry: str) -> Kernel:
     return Kernel(compile_quantize().cubin, entry, device)
 
 
+@lru_cache(maxsize=256)
+def _launcher(device: int, entry: str, grid: tuple[int, int, int], args: Any) -> Launcher:
+    return Launcher(_kernel(device, entry), grid, args(), cooperative=False)
+
+
 def _launch(entry: str, device: torch.device, grid: tuple[int, int, int], args: Any) -> None:
-    with torch.cuda.device(device):
-        stream = torch.cuda.current_stream(device)
-        kernel = _kernel(stream.device.index, entry)
-        Launcher(kernel, grid, args, cooperative=False).launch(stream.cuda_stream)
+    with _launching, torch.cuda.device(device):
+        launcher = _launcher(torch.cuda.current_device(), entry, grid, args.__class__)
+        ctypes.pointer(launcher.argument)[0] = args
+        launcher.launch(torch._C._cuda_getCurrentRawStream(launcher.kernel.device))
 
 
 Pair = tuple[Tensor, Tensor]
+Ends = tuple[
+    Tensor | None, int, int
+]  # of each expert's rows, their number, the alignment of experts
+_launching = threading.Lock()
 _ENTRIES = {torch.bfloat16: QUANTIZE_ENTRY, torch.float32: QUANTIZE_FP32_ENTRY}
 
 
@@ -138,16 +165,36 @@ def _launch_weights(entry: str, w: Tensor, planes: int, pair: Pair, turned: Pair
         _launch(entry, w.device, (-(-columns // 128), planes * -(-rows // 128), num), args)
 
 
-def quantize_rows(x: Tensor) -> Pair:
+def quantize_rows(x: Tensor, ends: Ends | None = None, places: int = 0) -> Pair:
     """x: [M, H] bf16 on CUDA, contiguous, 16-byte aligned, H a multiple of 8 -> (q [M, H] e4m3, scale [M, S] fp32).
 
+    ends, places: put the scales [S, places] where grouped kernels read them, zeros between (megamoe/ops/scales.py).
     Runs on the current stream; the same bits as quantization.quantize_rows.
     """
     groups = -(-x.shape[1] // SCALE_GROUP)
     q = torch.empty(x.shape, dtype=E4M3_BLOCKS.dtype, device=x.device)
-    scale = torch.empty((len(x), groups), dtype=torch.float32, device=x.device)
-    _launch_rows(QUANTIZE_ROWS_ENTRY, x, q, scale)
+    if ends is None:
+        scale = torch.empty((len(x), groups), dtype=torch.float32, device=x.device)
+        _launch_rows(QUANTIZE_ROWS_ENTRY, x, q, scale)
+        return q, scale
+    scale = torch.zeros((groups, places), dtype=torch.float32, device=x.device)
+    offs, num, alignment = ends
+    address = None if offs is None else offs.data_ptr()
+    _launch_rows(QUANTIZE_ROWS_ENTRY, x, q, scale, places, num, alignment, address)
     return q, scale
+
+
+def copy_tails(a: Tensor, b: Tensor, ends: Ends) -> Pair:
+    """a: [M, N1], b: [M, N2] bf16 on CUDA, as TMA takes them -> as megamoe/ops/tails.py has them. Current stream."""
+    offs, num, alignment = ends
+    out = a.new_empty(num * 64, a.shape[1]), b.new_empty(num * 64, b.shape[1])
+    args = _TailsArgs(rows=len(a), alignment=alignment)
+    args.ends = None if offs is None else offs.data_ptr()
+    for i, (t, copy) in enumerate(zip((a, b), out, strict=True)):
+        args.x[i], args.out[i] = t.data_ptr(), copy.data_ptr()
+        args.row_stride[i], args.columns[i] = t.stride(0), t.shape[1]
+    _launch(COPY_TAILS_ENTRY, a.device, (num, -(-max(args.columns) // 256), 2), args)
+    return out
 
 
 def dequantize_rows(q: Tensor, scale: Tensor) -> Tensor:
@@ -160,10 +207,11 @@ def dequantize_rows(q: Tensor, scale: Tensor) -> Tensor:
     return x
 
 
-def _launch_rows(entry: str, x: Tensor, q: Tensor, scale: Tensor) -> None:
+def _launch_rows(entry: str, x: Tensor, q: Tensor, scale: Tensor, *by_block: Any) -> None:
     if x.numel():
-        args = _RowsArgs(x.data_ptr(), q.data_ptr(), scale.data_ptr(), *x.shape)
-        _launch(entry, x.device, (-(-scale.numel() // 16), 1, 1), args)
+        args = _RowsArgs(x.data_ptr(), q.data_ptr(), scale.data_ptr(), *x.shape, *by_block)
+        groups = len(x) * -(-x.shape[1] // SCALE_GROUP)
+        _launch(entry, x.device, (-(-groups // 16), 1, 1), args)
 
 
 def sum_rows(rows: Tensor, places: Tensor, num: int) -> Tensor:

@@ -36,7 +36,7 @@ def on_hopper(t: Tensor) -> bool:
     return t.is_cuda and torch.cuda.get_device_capability(t.device)[0] == 9
 
 
-def _kernels_for(x: Tensor, formulas: Codec) -> Any:
+def kernels_for(x: Tensor, formulas: Codec) -> Any:
     """Return the module of kernels where rows [M, H] by these formulas are theirs."""
     fits = formulas.quantize is quantize_rows and x.shape[1] % 8 == 0 and x.data_ptr() % 16 == 0
     return fused_kernels() if fits and on_hopper(x) else None
@@ -44,13 +44,13 @@ def _kernels_for(x: Tensor, formulas: Codec) -> Any:
 
 def quantize_activations(x: Tensor, formulas: Codec) -> Pair:
     """x: [M, H] bf16, contiguous -> (q, scale): by groups in one kernel, as quantize_weights()."""
-    kernels = _kernels_for(x, formulas)
+    kernels = kernels_for(x, formulas)
     return formulas.quantize(x) if kernels is None else kernels.quantize_rows(x)
 
 
 def dequantize_activations(q: Tensor, scale: Tensor, formulas: Codec) -> Tensor:
     """q, scale: as quantize_activations() has them -> [M, H] bf16."""
-    kernels = _kernels_for(q, formulas)
+    kernels = kernels_for(q, formulas)
     if kernels is None:
         return formulas.dequantize(q, scale).bfloat16()
     return kernels.dequantize_rows(q, scale)

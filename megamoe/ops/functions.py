@@ -321,11 +321,12 @@ def quantize(
     by_row = recipe == ScalingType.RowWise
     checks.check_quantized(x, recipe, offs, glu)
     if x.dim() == 2:
-        q, scale = quantization.quantize_tokens(x) if by_row else rows_by_group(x)
-        if offs is not None:
-            groups = Groups(offs, alignment)
-            return q, by_block(scale, groups, checks.num_ends(groups, x))
-        return q, scale[:, 0] if by_row else scale
+        groups = Groups(offs, alignment)
+        given = () if offs is None else (groups, checks.num_ends(groups, x))
+        if not by_row:
+            return rows_by_group(x, *given)
+        q, scale = quantization.quantize_tokens(x)
+        return q, by_block(scale, *given) if given else scale[:, 0]
     w = x.detach().transpose(1, 2)
     if by_row:
         q, scale = quantization.quantize_channels(w)

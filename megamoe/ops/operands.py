@@ -21,9 +21,9 @@ from megamoe.formats.quantization import (
     quantize_rows,
 )
 from megamoe.launch.cache import quantize_weights
-from megamoe.launch.passes import quantize_activations
+from megamoe.launch.passes import kernels_for
 from megamoe.ops.groups import Groups
-from megamoe.ops.scales import by_block, by_row
+from megamoe.ops.scales import by_block, by_row, num_places
 
 _FORMULAS = Codec(quantize_rows, dequantize_rows)
 
@@ -81,7 +81,7 @@ def quantized(given: Operands, groups: Groups) -> Operands:
     """Quantize what has no scales yet. w: contiguous in K, or in N with one plane; then in K."""
     x, w, x_scale, w_scale = given
     if x_scale is None:
-        x, x_scale = rows_by_block(x, groups, w.shape[0])
+        x, x_scale = rows_by_group(x, groups, w.shape[0])
     if w_scale is None:
         w, w_scale = _matrices(w)
     return Operands(x, w, x_scale, w_scale)
@@ -100,17 +100,19 @@ def dequantized(given: Operands, groups: Groups) -> tuple[Tensor, Tensor]:
     return rows.to(dtype), wide.to(dtype)
 
 
-def rows_by_group(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x: [M, K] -> e4m3, and scales [M, ceil(K/128)]; of bf16 by one kernel on Hopper, the same bits."""
-    if x.dtype != torch.bfloat16 or torch.compiler.is_compiling():
-        return quantize_rows(x)
-    return quantize_activations(x.contiguous(), _FORMULAS)
-
-
-def rows_by_block(x: Tensor, groups: Groups, num_experts: int) -> tuple[Tensor, Tensor]:
-    """x: [M, K] bf16 or fp32 -> e4m3, and scales by block."""
-    q, scale = rows_by_group(x)
-    return q, by_block(scale, groups, num_experts)
+def rows_by_group(
+    x: Tensor, groups: Groups | None = None, num_experts: int = 1
+) -> tuple[Tensor, Tensor]:
+    """x: [M, K] -> e4m3, and scales by block, without groups [M, ceil(K/128)]. One kernel on Hopper, of bf16."""
+    x, plain = x.contiguous(), x.dtype != torch.bfloat16 or torch.compiler.is_compiling()
+    kernels = None if plain else kernels_for(x, _FORMULAS)
+    if kernels is None:
+        q, scale = quantize_rows(x)
+        return q, scale if groups is None else by_block(scale, groups, num_experts)
+    if groups is None:
+        return kernels.quantize_rows(x)
+    ends = groups.offs, num_experts, groups.alignment
+    return kernels.quantize_rows(x, ends, num_places(len(x), num_experts))
 
 
 def _matrices(w: Tensor) -> tuple[Tensor, Tensor]:

@@ -34,7 +34,7 @@ from megamoe.ops import reference
 from megamoe.ops.arguments import Gemm, Outer
 from megamoe.ops.groups import Groups
 from megamoe.ops.machines import machine_of
-from megamoe.ops.operands import Operands, by_k, dequantized, quantized, readable, rows_by_block
+from megamoe.ops.operands import Operands, by_k, dequantized, quantized, readable, rows_by_group
 from megamoe.ops.scales import num_places
 from megamoe.ops.tails import tails
 
@@ -178,7 +178,7 @@ def _activated(
     if machine is None:
         call = *dequantized(given, groups), groups, bias, act, row_scale
         if quantizes:
-            return rows_by_block(reference.activation(*call)[0], groups, given.w.shape[0])
+            return rows_by_group(reference.activation(*call)[0], groups, given.w.shape[0])
         h, gu = reference.activation(*call)
         return h.bfloat16(), gu.bfloat16() if saves else given.x.new_empty(0, dtype=torch.bfloat16)
     h, beside = _empty_hidden(given.x, given.w, saves, quantizes)

@@ -64,3 +64,8 @@ MEGAMOE_HOST_EXPORT int sum_rows(const megamoe::SumRowsArgs* args, const unsigne
                                  char* report, size_t report_bytes) {
     return run<megamoe::SumRowsArgs, megamoe::sum_rows_of_hosts>(args, grid, seed, report, report_bytes);
 }
+
+MEGAMOE_HOST_EXPORT int copy_tails(const megamoe::CopyTailsArgs* args, const unsigned* grid, uint64_t seed,
+                                   char* report, size_t report_bytes) {
+    return run<megamoe::CopyTailsArgs, megamoe::copy_tails>(args, grid, seed, report, report_bytes);
+}

@@ -18,6 +18,9 @@ from megamoe.formats.quantization import (
 )
 from megamoe.jit import host, quantize
 from megamoe.launch.passes import sum_rows
+from megamoe.ops.groups import Groups
+from megamoe.ops.scales import by_block, num_places
+from megamoe.ops.tails import tails
 from megamoe.testing.compare import same_bits
 from megamoe.testing.layouts import apart, interleaved, with_gaps
 
@@ -214,3 +217,58 @@ def test_sums_of_rows_have_torchs_bits(
     monkeypatch.setattr(quantize, "_launch", launch)
     assert same_bits(quantize.sum_rows(rows, places, num), expected)
     assert found == ["megamoe_sum_rows"]
+
+
+def run_launch(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Let quantize._launch() run on fibers; returns the entries that it ran."""
+    found: list[str] = []
+
+    def launch(entry: str, device: Any, grid: tuple[int, int, int], args: Any) -> None:
+        report = ctypes.create_string_buffer(1 << 12)
+        run_entry = getattr(kernel, entry.removeprefix("megamoe_"))
+        end = ctypes.c_uint64(3), report, ctypes.c_size_t(1 << 12)
+        assert run_entry(ctypes.byref(args), (ctypes.c_uint * 3)(*grid), *end) == 0, report.value
+        found.append(entry)
+
+    monkeypatch.setattr(quantize, "_launch", launch)
+    return found
+
+
+ENDS = [
+    (None, 1),
+    ([1, 1, 150, 151], 1),
+    ([-5, 170, 3, 290], 1),  # ends that do not ascend, or are past the rows
+    ([0] * 40 + [130] + [140] * 30, 1),  # more experts than lanes
+    ([3, 131, 131, 150], 64),
+    ([100, 110, 140], 128),
+]
+
+
+@pytest.mark.parametrize(("ends", "alignment"), ENDS)
+def test_scales_by_block_are_the_formulas(
+    kernel: Any, ends: list[int] | None, alignment: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Zeros where no row of an expert is."""
+    found, x = run_launch(kernel, monkeypatch), weights(1, 170, 272)[0]
+    offs = None if ends is None else torch.tensor(ends, dtype=torch.int32)
+    num = 1 if ends is None else len(ends)
+    groups = Groups(offs, alignment)
+    made = quantize.quantize_rows(x, (offs, num, alignment), num_places(len(x), num))
+    q, scale = quantize_rows(x)
+    assert same_bits(made[0], q)
+    inside = groups.of_rows(x)[1][:, None]
+    assert same_bits(made[1], by_block(scale.where(inside, 0), groups, num))
+    assert found == ["megamoe_quantize_rows"]
+
+
+@pytest.mark.parametrize(("ends", "alignment"), ENDS)
+def test_tails_are_torchs(
+    kernel: Any, ends: list[int] | None, alignment: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, a = run_launch(kernel, monkeypatch), weights(1, 170, 280)[0][:, 8:]
+    b = weights(1, 170, 24)[0]
+    offs = None if ends is None else torch.tensor(ends, dtype=torch.int32)
+    num = 1 if ends is None else len(ends)
+    made = quantize.copy_tails(a, b, (offs, num, alignment))
+    assert all(map(same_bits, made, tails(a, b, Groups(offs, alignment))))
+    assert found == ["megamoe_copy_tails"]

@@ -5,6 +5,7 @@
 // Below, bf16 rows -> e4m3 and a scale per 1 x 128 group, and back.
 #pragma once
 #include "megamoe/formats/e4m3_group.cuh"
+#include "megamoe/rows/experts.cuh"
 
 namespace megamoe {
 
@@ -21,8 +22,20 @@ struct QuantizeWeightsArgs {
 struct QuantizeRowsArgs {
     void* x;            // [M, H] bf16: read, or to dequantize written
     void* q;            // [M, H] e4m3
-    float* scale;       // [M, ceil(H/128)]
+    float* scale;       // [M, ceil(H/128)], or by block [ceil(H/128), places]
     int rows, columns;  // M, H; H a multiple of 8
+    // Where `places` is not 0, experts' scales begin at multiples of 128: megamoe/ops/scales.py.
+    int places, num_experts, alignment;
+    const int32_t* ends;  // [num_experts]; null: one expert has all rows
+};
+
+// For weight gradients: each expert's rows after its last whole group of 64, and zeros.
+struct CopyTailsArgs {
+    const void* x[2];     // [M, N] bf16, strided
+    void* out[2];         // [E, 64, N]
+    const int32_t* ends;  // [E]; null: one expert has all rows
+    int64_t row_stride[2];
+    int columns[2], rows, alignment;  // N, a multiple of 8; M
 };
 
 // Each has 8 rows x 8 columns of a block; of rows that are quantized by themselves 8 columns of a group.
@@ -166,19 +179,40 @@ MEGAMOE_DEVICE void quantize_weights(const QuantizeWeightsArgs& args) {
 
 // Which eight columns of x a thread has; 16 threads have a group.
 struct GroupPlace {
-    int64_t group, at;  // index of its scale, and of the first column
+    int64_t group, at;  // index of its scale by row, and of the first column
+    int row, group_in_row;
     bool is_inside;
 
     explicit MEGAMOE_DEVICE GroupPlace(const QuantizeRowsArgs& args) {
         constexpr int lanes = scale_group / quantize_edge;
         int thread = static_cast<int>(threadIdx.x), groups = ceil_div(args.columns, scale_group);
         group = static_cast<int64_t>(blockIdx.x) * (quantize_threads / lanes) + thread / lanes;
-        int64_t row = group / groups;
-        int column = static_cast<int>(group % groups) * scale_group + thread % lanes * quantize_edge;
+        row = static_cast<int>(group / groups);
+        group_in_row = static_cast<int>(group % groups);
+        int column = group_in_row * scale_group + thread % lanes * quantize_edge;
         is_inside = row < args.rows && column < args.columns;
-        at = row * args.columns + column;
+        at = static_cast<int64_t>(row) * args.columns + column;
     }
 };
+
+// Which of the scales by block is that of a row, -1 of a row of no expert. For a whole warp, which has two
+// groups.
+MEGAMOE_DEVICE int place_by_block(const QuantizeRowsArgs& args, int row) {
+    SortedExperts experts{args.ends, args.num_experts, args.rows, args.alignment, scale_group};
+    int place = -1, rows[2] = {arch::shfl(row, 0), arch::shfl(row, 16)}, half = arch::lane_idx() / 16;
+    MEGAMOE_UNROLL_BY(1)
+    for (int e0 = 0; e0 < args.num_experts && experts.end_before <= rows[1]; e0 += 32) {
+        SortedExperts::Own own = experts.next(e0);
+        MEGAMOE_UNROLL
+        for (int i = 0; i < 2; ++i) {
+            int ended = arch::popc(arch::ballot(own.end <= rows[i]));
+            int mine = own.begin <= rows[i] ? own.first_block * scale_group + rows[i] - own.begin : -1;
+            int found = arch::shfl(mine, min_of(ended, 31));
+            if (ended < 32 && i == half) place = max_of(place, found);
+        }
+    }
+    return place;
+}
 
 // gridDim.x: ceil(M * ceil(H/128) / 16)
 MEGAMOE_DEVICE void quantize_rows(const QuantizeRowsArgs& args) {
@@ -189,11 +223,15 @@ MEGAMOE_DEVICE void quantize_rows(const QuantizeRowsArgs& args) {
     E4m3Group group;
     v.join(group);
     group.join_lanes<scale_group / quantize_edge>();
+    int by_block = args.places == 0 ? -1 : place_by_block(args, place.row);
     if (!place.is_inside) return;
     float inverse = group.inverse();
     E4m3x8 out = {{v.quad(0, inverse), v.quad(1, inverse)}};
     *reinterpret_cast<E4m3x8*>(static_cast<uint8_t*>(args.q) + place.at) = out;
-    if (threadIdx.x % (scale_group / quantize_edge) == 0) args.scale[place.group] = group.scale();
+    if (threadIdx.x % (scale_group / quantize_edge) != 0) return;
+    if (args.places == 0) args.scale[place.group] = group.scale();
+    if (by_block >= 0)
+        args.scale[static_cast<int64_t>(place.group_in_row) * args.places + by_block] = group.scale();
 }
 
 // Back to bf16, on the same grid.
@@ -211,6 +249,31 @@ MEGAMOE_DEVICE void dequantize_rows(const QuantizeRowsArgs& args) {
         out.pairs[2 * i + 1] = arch::pack_bf16x2(v[2] * scale, v[3] * scale);
     }
     *reinterpret_cast<Bf16x8*>(static_cast<uint16_t*>(args.x) + place.at) = out;
+}
+
+// gridDim: E, ceil(N/256), 2. A warp has a row, a lane 8 columns.
+MEGAMOE_DEVICE void copy_tails(const CopyTailsArgs& args) {
+    constexpr int group_rows = 64;
+    int expert = static_cast<int>(blockIdx.x), of = static_cast<int>(blockIdx.z), lane = arch::lane_idx();
+    int columns = args.columns[of], column = (static_cast<int>(blockIdx.y) * 32 + lane) * quantize_edge;
+    int before = 0;
+    for (int e = lane; e < expert; e += 32) before = max_of(before, min_of(args.ends[e], args.rows));
+    MEGAMOE_UNROLL
+    for (int mask = 16; mask != 0; mask >>= 1) before = max_of(before, arch::shfl_xor(before, mask));
+    if (column >= columns) return;
+    int end = args.ends == nullptr ? args.rows : max_of(before, min_of(args.ends[expert], args.rows));
+    int begin = min_of((before + args.alignment - 1) & -args.alignment, end);
+    int first = end - (end - begin) % group_rows;
+    const auto* from = static_cast<const uint16_t*>(args.x[of]) + column;
+    auto* to = static_cast<uint16_t*>(args.out[of]) + column;
+    MEGAMOE_UNROLL
+    for (int i = static_cast<int>(threadIdx.x) / 32; i < group_rows; i += quantize_threads / 32) {
+        int64_t row = first + i;
+        Bf16x8 v{};
+        if (row < end) v = *reinterpret_cast<const Bf16x8*>(from + row * args.row_stride[of]);
+        row = expert * group_rows + i;
+        *reinterpret_cast<Bf16x8*>(to + row * columns) = v;
+    }
 }
 
 }  // namespace megamoe

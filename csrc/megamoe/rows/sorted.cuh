@@ -1,41 +1,28 @@
 // What a grouped launch does besides its tiles: the table of experts, and zeros for rows of no expert.
 #pragma once
 #include "megamoe/cta/context.cuh"
+#include "megamoe/rows/experts.cuh"
 
 namespace megamoe {
 
-// One warp of every CTA: all of them make the same table, so that none waits for another. Ends are taken as
-// never smaller than the one before and never past the rows: bad ones lose rows, and touch nothing else.
+// One warp of every CTA: all of them make the same table, so that none waits for another.
 struct RoutesByExpert {
     template <class T>
     static MEGAMOE_DEVICE void make_table(Context& ctx) {
         const auto& grouped = own<T>(ctx.args);
         ExpertTable& table = ctx.smem.experts;
         int num = ctx.args.num_local_experts, lane = arch::lane_idx();
-        int rows = 0, blocks = 0;  // of the experts so far
+        SortedExperts experts{grouped.ends, num, grouped.num_rows, grouped.row_alignment, T::Tiling::rows};
         MEGAMOE_UNROLL_BY(1)
         for (int e0 = 0; e0 < num; e0 += 32) {
-            int e = e0 + lane;
-            int end = rows;
-            if (e < num) end = grouped.ends != nullptr ? grouped.ends[e] : grouped.num_rows;
-            end = max_of(rows, min_of(end, grouped.num_rows));
-            MEGAMOE_UNROLL_BY(1)
-            for (int step = 1; step < 32; step <<= 1) {
-                int left = arch::shfl(end, max_of(lane - step, 0));
-                end = max_of(end, left);
+            SortedExperts::Own own = experts.next(e0);
+            if (e0 + lane < num) {
+                table.first_block[e0 + lane] = own.first_block;
+                table.end_before[e0 + lane] = own.end_before;
             }
-            int before = arch::shfl(end, max_of(lane - 1, 0));
-            if (lane == 0) before = rows;
-            int begin = min_of((before + grouped.row_alignment - 1) & -grouped.row_alignment, end);
-            int own = ceil_div(end - begin, T::Tiling::rows), all = inclusive_sum(own);
-            if (e < num) {
-                table.first_block[e] = blocks + all - own;
-                table.end_before[e] = before;
-            }
-            rows = arch::shfl(end, 31);
-            blocks += arch::shfl(all, 31);
         }
         if (lane != 0) return;
+        int rows = experts.end_before, blocks = experts.blocks_before;
         table.first_block[num] = blocks;
         table.end_before[num] = rows;
         table.alignment = grouped.row_alignment;
