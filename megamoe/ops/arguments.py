@@ -53,6 +53,12 @@ class Gemm:
     row_scale: Tensor | None = None
     d_scale: Tensor | None = None
 
+    def key(self) -> tuple[Any, ...]:
+        """Return all that fill() reads."""
+        of = self.out, self.bias, self.gu, self.h, self.out_scale, self.row_scale, self.d_scale
+        offs, alignment = self.groups
+        return *map(_facts, (*self.operands, offs, *of)), alignment, self.activation
+
     def fill(self, args: Any, encode: Encoder) -> None:
         """Fill a zeroed `abi.LAUNCHES["grouped"]`."""
         (x, w, x_scale, w_scale), act, own = self.operands, self.activation, args.own
@@ -105,6 +111,11 @@ class Outer:
     sums: Tensor | None
     accumulate: bool
 
+    def key(self) -> tuple[Any, ...]:
+        """Return all that fill() reads."""
+        of = self.a, self.b, *self.tails, self.groups.offs, self.out, self.sums
+        return *map(_facts, of), self.groups.alignment, self.accumulate
+
     def fill(self, args: Any, encode: Encoder) -> None:
         """Fill a zeroed `abi.LAUNCHES["grouped_weights"]`."""
         own, out, size = args.own, self.out, self.out.element_size()
@@ -123,6 +134,10 @@ class Outer:
             n=out.shape[2],
         )
         write(args, [row], encode)
+
+
+def _facts(t: Tensor | None) -> tuple[Any, ...] | None:
+    return None if t is None else (t.data_ptr(), t.shape, t.stride(), t.dtype)
 
 
 def _planes(t: Tensor) -> Sequence[Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache, cached_property
 from typing import Any
@@ -24,10 +24,10 @@ from megamoe.launch.launches import (
     on_device,
     refuse_capture,
 )
-from megamoe.launch.table import Encoder
+from megamoe.ops.arguments import Gemm, Outer
 
 logger = logging.getLogger("megamoe")
-Fill = Callable[[Any, Encoder], None]  # (zeroed argument of its launch, encoder of maps)
+MAX_KEPT = 4096  # arguments, of 2 KB
 _margins: list[int] = []
 
 
@@ -57,13 +57,17 @@ def _grid(num_sms: int) -> int:
 
 
 class Gpu:
-    """Launches on the current stream of one device; the host waits for nothing."""
+    """Launches on the current stream of one device; the host waits for nothing.
+
+    Launches with equal keys have equal arguments, which are kept: to fill one takes longer than a small kernel.
+    """
 
     def __init__(self, ordinal: int) -> None:
         self._ordinal = ordinal
         self._launchers: dict[tuple[GroupedVariant, int], Any] = {}
+        self._kept: dict[tuple[GroupedVariant, tuple[Any, ...]], Any] = {}
 
-    def run(self, variant: GroupedVariant, fill: Fill) -> None:
+    def run(self, variant: GroupedVariant, launch: Gemm | Outer) -> None:
         """Launch one kernel. The first launch of a variant, or grid, loads it and cannot be captured."""
         from megamoe.jit.driver import use_device
         from megamoe.jit.tensormap import encode
@@ -74,9 +78,15 @@ class Gpu:
             launcher = self._launchers.get(key)
             if launcher is None:
                 launcher = self._launchers[key] = self._load(*key)
-            args = launcher.argument
-            ctypes.memset(ctypes.addressof(args), 0, ctypes.sizeof(args))
-            fill(args, encode)
+            args, of_launch = launcher.argument, (variant, launch.key())
+            kept = self._kept.get(of_launch)
+            if kept is None:
+                kept = type(args)()
+                launch.fill(kept, encode)
+                if len(self._kept) == MAX_KEPT:
+                    self._kept.clear()
+                self._kept[of_launch] = kept
+            ctypes.memmove(ctypes.addressof(args), ctypes.addressof(kept), ctypes.sizeof(args))
             launcher.launch(current_stream_handle(self._ordinal))
 
     @cached_property
@@ -98,10 +108,10 @@ class Fibers:
 
     num_ctas, seed = 4, 0
 
-    def run(self, variant: GroupedVariant, fill: Fill) -> None:
+    def run(self, variant: GroupedVariant, launch: Gemm | Outer) -> None:
         """Run one kernel to its end."""
         args = abi.aligned(abi.LAUNCHES[variant.launch])
-        fill(args, encode_emulated)
+        launch.fill(args, encode_emulated)
         run_alone(variant, args, _grid(self.num_ctas), self.seed)
 
 

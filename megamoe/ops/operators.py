@@ -39,7 +39,7 @@ from megamoe.ops.scales import num_places
 from megamoe.ops.tails import tails
 
 recorded: dict[str, Any] = {}  # the autograd functions of eager calls, by operator: gradients.py
-_variant = cache(GroupedVariant)
+_variant, _activation = cache(GroupedVariant), cache(Activation)
 _WEIGHTS = _variant("weights")
 
 
@@ -88,7 +88,7 @@ def grouped_activation(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """x: [M, H], w: [E, P, I, H] -> h [M, I] bf16 or e4m3; gu [M, P, I] or h's scales by block. kind: "" is none."""
     given = Operands(x, readable(w, not quantizes), x_scale, w_scale)
-    groups, act = Groups(offs, alignment), Activation(kind, *numbers) if kind else None
+    groups, act = Groups(offs, alignment), _activation(kind, *numbers) if kind else None
     given = quantized(given, groups) if dynamic else given
     return _activated(given, groups, bias, act, saves, quantizes, row_scale)
 
@@ -99,7 +99,7 @@ def grouped_activation_gradient(
     numbers: Sequence[float], row_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dy: [M, H], w: [E, H, I], contiguous in either, gu: [M, P, I] -> dgu [M, P, I], h [M, I], row_scale's [M]."""
-    groups, act = Groups(offs, alignment), Activation(kind, *numbers)
+    groups, act = Groups(offs, alignment), _activation(kind, *numbers)
     w = w.transpose(1, 2).unsqueeze(1)
     variant = _variant("gradient" + _major(w) + "-scales" * (row_scale is not None), kind)
     machine = machine_of(dy.device, variant)
@@ -122,7 +122,7 @@ def grouped_mlp(
     row_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """x: [M, H], w13: [E, P, I, H], w2: [E, H, I] -> y [M, H], gu [M, P, I]. dynamic: h is e4m3, it does not save."""
-    groups, act = Groups(offs, alignment), Activation(kind, *numbers)
+    groups, act = Groups(offs, alignment), _activation(kind, *numbers)
     first = Operands(x, readable(w13))
     if not dynamic:
         h, gu = _activated(first, groups, b13, act, saves, False, row_scale)
@@ -148,7 +148,7 @@ def grouped_wgrad(
     if not a.shape[0]:
         return out.zero_(), total.zero_()
     outer = Outer(a, b, tails(a, b, groups), groups, out, total if sums else None, False)
-    machine.run(_WEIGHTS, outer.fill)
+    machine.run(_WEIGHTS, outer)
     return out, total
 
 
@@ -163,7 +163,7 @@ def grouped_wgrad_add(
         out += reference.weights(a, b, groups, out.shape[0], out.dtype)
     elif a.shape[0]:
         outer = Outer(a, b, tails(a, b, groups), groups, out, None, True)
-        machine.run(_WEIGHTS, outer.fill)
+        machine.run(_WEIGHTS, outer)
 
 
 def _activated(
@@ -196,7 +196,7 @@ def _major(w: Tensor) -> str:
 
 def _run(machine: Any, variant: GroupedVariant, gemm: Gemm) -> None:
     if gemm.out.shape[0]:
-        machine.run(variant, gemm.fill)
+        machine.run(variant, gemm)
 
 
 def _empty_hidden(x: Tensor, w: Tensor, saves: bool, quantizes: bool) -> tuple[Tensor, Tensor]:

@@ -438,7 +438,7 @@ def test_bad_ends_write_nothing_else(ends):
     out, offs = whole[64:-64], torch.tensor(ends, dtype=torch.int32)
     machines.fibers.run(
         GroupedVariant("product-columns"),
-        arguments.Gemm(Operands(x, w.transpose(1, 2).unsqueeze(1)), Groups(offs), out).fill,
+        arguments.Gemm(Operands(x, w.transpose(1, 2).unsqueeze(1)), Groups(offs), out),
     )
     assert (whole[:64] == 7).all()
     assert (whole[-64:] == 7).all()

@@ -253,7 +253,7 @@ def test_nothing_behind_the_output_is_written(ends):
     variant = GroupedVariant("product-columns")
     machine_of(DEVICE, variant).run(
         variant,
-        arguments.Gemm(Operands(x, w.transpose(1, 2).unsqueeze(1)), Groups(offs), out).fill,
+        arguments.Gemm(Operands(x, w.transpose(1, 2).unsqueeze(1)), Groups(offs), out),
     )
     assert (whole[:64] == 7).all()
     assert (whole[-64:] == 7).all()
