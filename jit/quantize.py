@@ -17,6 +17,7 @@ from megamoe.core.errors import ArgumentError
 from megamoe.core.planes import by_plane, check_strides
 from megamoe.core.table import E4M3_BLOCKS, SCALE_GROUP
 from megamoe.formats.quantization import new_transposes, stored_shape
+from megamoe.jit import abi
 from megamoe.jit.compiler import CompileResult, compile_source
 from megamoe.jit.module import Kernel, Launcher
 from megamoe.jit.source import (
@@ -32,56 +33,11 @@ from megamoe.jit.source import (
 )
 
 
-class _Args(ctypes.Structure):
-    _fields_ = (
-        ("w", ctypes.c_void_p),
-        ("q", ctypes.c_void_p),
-        ("scale", ctypes.c_void_p),
-        ("transposed", ctypes.c_void_p),
-        ("transposed_scale", ctypes.c_void_p),
-        ("planes", ctypes.c_int32),
-        ("rows", ctypes.c_int32),
-        ("columns", ctypes.c_int32),
-        ("expert_stride", ctypes.c_int64),
-        ("plane_stride", ctypes.c_int64),
-        ("row_stride", ctypes.c_int64),
-    )
-
-
-class _RowsArgs(ctypes.Structure):
-    _fields_ = (
-        ("x", ctypes.c_void_p),
-        ("q", ctypes.c_void_p),
-        ("scale", ctypes.c_void_p),
-        ("rows", ctypes.c_int32),
-        ("columns", ctypes.c_int32),
-        ("places", ctypes.c_int32),
-        ("num_experts", ctypes.c_int32),
-        ("alignment", ctypes.c_int32),
-        ("ends", ctypes.c_void_p),
-    )
-
-
-class _TailsArgs(ctypes.Structure):
-    _fields_ = (
-        ("x", ctypes.c_void_p * 2),
-        ("out", ctypes.c_void_p * 2),
-        ("ends", ctypes.c_void_p),
-        ("row_stride", ctypes.c_int64 * 2),
-        ("columns", ctypes.c_int32 * 2),
-        ("rows", ctypes.c_int32),
-        ("alignment", ctypes.c_int32),
-    )
-
-
-class _SumArgs(ctypes.Structure):
-    _fields_ = (
-        ("rows", ctypes.c_void_p),
-        ("places", ctypes.c_void_p),
-        ("out", ctypes.c_void_p),
-        ("num", ctypes.c_int32),
-        ("columns", ctypes.c_int32),
-    )
+_STRUCTURES, _ = abi.parse(abi.read_text("layout/passes.h"))
+_Args, _RowsArgs, _TailsArgs, _SumArgs = (
+    _STRUCTURES[f"{name}Args"]
+    for name in ("QuantizeWeights", "QuantizeRows", "CopyTails", "SumRows")
+)
 
 
 def compile_quantize() -> CompileResult:
@@ -161,7 +117,7 @@ def _launch_weights(entry: str, w: Tensor, planes: int, pair: Pair, turned: Pair
     if w.numel():
         places = [t.data_ptr() for t in (w, *pair, *(turned or ()))]
         strides = by_plane(w, planes).stride()[:3]
-        args = _Args(*places, *[0] * (5 - len(places)), planes, rows, columns, *strides)
+        args = _Args(*places, *[0] * (5 - len(places)), *strides, planes, rows, columns)
         _launch(entry, w.device, (-(-columns // 128), planes * -(-rows // 128), num), args)
 
 
@@ -178,9 +134,9 @@ def quantize_rows(x: Tensor, ends: Ends | None = None, places: int = 0) -> Pair:
         _launch_rows(QUANTIZE_ROWS_ENTRY, x, q, scale)
         return q, scale
     scale = torch.zeros((groups, places), dtype=torch.float32, device=x.device)
-    offs, num, alignment = ends
-    address = None if offs is None else offs.data_ptr()
-    _launch_rows(QUANTIZE_ROWS_ENTRY, x, q, scale, places, num, alignment, address)
+    by_block: Any = {"places": places, "num_experts": ends[1], "alignment": ends[2]}
+    by_block["ends"] = None if ends[0] is None else ends[0].data_ptr()
+    _launch_rows(QUANTIZE_ROWS_ENTRY, x, q, scale, **by_block)
     return q, scale
 
 
@@ -207,9 +163,9 @@ def dequantize_rows(q: Tensor, scale: Tensor) -> Tensor:
     return x
 
 
-def _launch_rows(entry: str, x: Tensor, q: Tensor, scale: Tensor, *by_block: Any) -> None:
+def _launch_rows(entry: str, x: Tensor, q: Tensor, scale: Tensor, **by_block: Any) -> None:
     if x.numel():
-        args = _RowsArgs(x.data_ptr(), q.data_ptr(), scale.data_ptr(), *x.shape, *by_block)
+        args = _RowsArgs(x.data_ptr(), q.data_ptr(), scale.data_ptr(), *x.shape, **by_block)
         groups = len(x) * -(-x.shape[1] // SCALE_GROUP)
         _launch(entry, x.device, (-(-groups // 16), 1, 1), args)
 

@@ -38,7 +38,7 @@ def run(kernel: Any, w: Tensor, planes: int, expected: list[Tensor], seed: int) 
     by_plane = quantize.by_plane(w, planes)
     num, _, rows, columns = by_plane.shape
     grid = (ctypes.c_uint * 3)(-(-columns // 128), planes * -(-rows // 128), num)
-    sizes = planes, rows, columns, *by_plane.stride()[:3]
+    sizes = *by_plane.stride()[:3], planes, rows, columns
 
     def args_of(*places: int) -> Any:
         return quantize._Args(w.data_ptr(), *places, *[0] * (4 - len(places)), *sizes)
@@ -107,7 +107,7 @@ def test_bits_are_those_of_the_formula(
 
     def args_of(*places: int) -> Any:
         whole = q.data_ptr(), 0, scale.data_ptr(), *places
-        return quantize._Args(*whole, planes, rows, columns, *strides)
+        return quantize._Args(*whole, *strides, planes, rows, columns)
 
     found = launched(kernel.transpose, args_of, grid, transposes, seed)
     assert all(map(same_bits, found, transposes))

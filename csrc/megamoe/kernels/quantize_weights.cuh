@@ -5,38 +5,10 @@
 // Below, bf16 rows -> e4m3 and a scale per 1 x 128 group, and back.
 #pragma once
 #include "megamoe/formats/e4m3_group.cuh"
+#include "megamoe/layout/passes.h"
 #include "megamoe/rows/experts.cuh"
 
 namespace megamoe {
-
-struct QuantizeWeightsArgs {
-    const void* w;              // [L, P, I, H], strided
-    void* q;                    // [L, P * I, H] e4m3; of e4m3 weights not used
-    float* scale;               // [L, P * ceil(I/128), ceil(H/128)]; of e4m3 weights read
-    void* transposed;           // [L, P, H, I] e4m3 or null
-    float* transposed_scale;    // [L, ceil(H/128), P * ceil(I/128)]
-    int planes, rows, columns;  // P, I, H; multiples of 8, I of 16 with `transposed`
-    int64_t expert_stride, plane_stride, row_stride;  // of w, in elements; multiples of 8
-};
-
-struct QuantizeRowsArgs {
-    void* x;            // [M, H] bf16: read, or to dequantize written
-    void* q;            // [M, H] e4m3
-    float* scale;       // [M, ceil(H/128)], or by block [ceil(H/128), places]
-    int rows, columns;  // M, H; H a multiple of 8
-    // Where `places` is not 0, experts' scales begin at multiples of 128: megamoe/ops/scales.py.
-    int places, num_experts, alignment;
-    const int32_t* ends;  // [num_experts]; null: one expert has all rows
-};
-
-// For weight gradients: each expert's rows after its last whole group of 64, and zeros.
-struct CopyTailsArgs {
-    const void* x[2];     // [M, N] bf16, strided
-    void* out[2];         // [E, 64, N]
-    const int32_t* ends;  // [E]; null: one expert has all rows
-    int64_t row_stride[2];
-    int columns[2], rows, alignment;  // N, a multiple of 8; M
-};
 
 // Each has 8 rows x 8 columns of a block; of rows that are quantized by themselves 8 columns of a group.
 constexpr int quantize_threads = 256;

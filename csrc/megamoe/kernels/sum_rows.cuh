@@ -1,16 +1,10 @@
 // What several hosts have made of each token -> y, in fp32 and in their order:
 // megamoe/backends/hosts/backend.py.
 #pragma once
+#include "megamoe/layout/passes.h"
 #include "megamoe/rows/vectors.cuh"
 
 namespace megamoe {
-
-struct SumRowsArgs {
-    const void* rows;       // [R, H] bf16; row 0 is nothing
-    const int64_t* places;  // [T, N] rows of a token; 0: none
-    void* out;              // [T, H] bf16
-    int num, columns;       // N, H; H a multiple of 8
-};
 
 constexpr int sum_rows_threads = 256;
 
