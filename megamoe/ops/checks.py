@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+import threading
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -14,12 +16,15 @@ from megamoe.core import transforms
 from megamoe.core.config import MAX_LOCAL_EXPERTS, Activation
 from megamoe.core.errors import ArgumentError
 from megamoe.core.planes import (
+    IN_MEMORY,
     STRIDE_BYTES,
+    SUSPECT_BELOW,
     check_kind,
     check_memory,
     check_strides,
     overlaps_itself,
 )
+from megamoe.core.transforms import watched
 from megamoe.core.uncompiled import uncompiled
 from megamoe.formats.quantization import E4M3, num_groups
 from megamoe.ops.groups import Groups
@@ -38,6 +43,54 @@ def refuse(name: str, value: object, expected: str) -> None:
     raise ArgumentError(name, value, expected)
 
 
+class _Call(threading.local):
+    """What this thread runs. known: a call like one that was validated."""
+
+    known = False
+
+
+_call, _validated, MAX_VALIDATED = _Call(), set[Any](), 4096
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def validates(function: F) -> F:
+    """Skip what is `unless_known` in calls like earlier ones: in shapes, strides, types, devices and options."""
+
+    @wraps(function)
+    def call(*args: Any, **options: Any) -> Any:
+        if torch.compiler.is_compiling() or watched():
+            return function(*args, **options)
+        key: Any = (function.__name__, *options, *map(_facts, (*args, *options.values())))
+        try:
+            _call.known = key in _validated
+        except TypeError:  # an argument of a wrong type, which the checks name
+            return function(*args, **options)
+        try:
+            found = function(*args, **options)
+        finally:
+            _call.known = False
+        if len(_validated) == MAX_VALIDATED:
+            _validated.clear()
+        _validated.add(key)
+        return found
+
+    return cast(F, call)
+
+
+def _facts(value: Any) -> Any:
+    """Return what the checks read of an argument: with one that may have been freed, or not be aligned, its place."""
+    if type(value) not in IN_MEMORY or value.layout != torch.strided or value.is_nested:
+        return (type(value), value) if not isinstance(value, Tensor) else [value]
+    place = value.data_ptr()
+    suspect = place < SUSPECT_BELOW or place % STRIDE_BYTES
+    return [value] if suspect else (value.shape, value.stride(), value.dtype, value.device)
+
+
+def unless_known(check: Callable[..., None]) -> Any:
+    """Make a check one that validates() skips."""
+    return wraps(check)(lambda *args, **given: None if _call.known else check(*args, **given))
+
+
 _OPTIONAL = ("bias", "b_up", "b_down", "row_scale")
 _ROWS, _GROUPS = ScalingType.RowWise, ScalingType.BlockWise1x128
 _BLOCKS = ScalingType.BlockWise128x128
@@ -54,6 +107,7 @@ def check_given(**given: Any) -> None:
             check_memory(name, t)
 
 
+@unless_known
 def check_mode(**given: Any) -> None:
     """Raise ArgumentError for non-tensors, forward-mode tangents and torch.func, which custom operators do not see."""
     compiling = torch.compiler.is_compiling()  # then nothing can be asked of tensors
@@ -65,6 +119,7 @@ def check_mode(**given: Any) -> None:
         refuse("a forward-mode tangent", "given", "reverse mode: the operators have no other")
 
 
+@unless_known
 def check_rows(
     name: str, t: Tensor, like: Tensor | None = None, dtype: torch.dtype = torch.bfloat16
 ) -> None:
@@ -81,6 +136,7 @@ def check_rows(
     check_place(name, t)
 
 
+@unless_known
 def check_weights(name: str, w: Tensor, x: Tensor) -> None:
     """Raise ArgumentError unless w is [E, K, N] of x's dtype with K or N contiguous (e4m3: K)."""
     if w.dim() != 3:
@@ -114,6 +170,7 @@ def alternates(glu: object, act: Activation) -> bool:
     return act.gated and glu == "interleaved"
 
 
+@unless_known
 def check_groups(groups: Groups, num_experts: int, x: Tensor) -> None:
     """offs: [E] int32, where the rows of each expert end; None with one expert alone."""
     offs, alignment = groups
@@ -141,6 +198,7 @@ def num_ends(groups: Groups, x: Tensor) -> int:
     return num
 
 
+@unless_known
 def check_bias(name: str, bias: Tensor | None, num_experts: int, width: int, x: Tensor) -> None:
     """bias: [E, width], fp32 or bf16."""
     if bias is None:
@@ -150,6 +208,7 @@ def check_bias(name: str, bias: Tensor | None, num_experts: int, width: int, x: 
         refuse(f"{name}.shape", list(bias.shape), f"[{num_experts}, {width}]")
 
 
+@unless_known
 def check_row_scale(row_scale: Tensor | None, x: Tensor) -> None:
     """row_scale: [M] fp32, contiguous."""
     if row_scale is not None:
@@ -216,6 +275,7 @@ class Given(NamedTuple):
         return a, b
 
 
+@unless_known
 def check_choice(name: str, value: Any, known: tuple[Any, ...]) -> None:
     """Raise ArgumentError unless the value, a dtype, a recipe or a pair of recipes, is known."""
     if value not in known:
@@ -263,12 +323,14 @@ def check_experts(name: str, num_experts: int) -> None:
         refuse(f"experts of {name}", num_experts, f"1..{MAX_LOCAL_EXPERTS}")
 
 
+@unless_known
 def check_place(name: str, t: Tensor) -> None:
     """Refuse storage that is not 16-byte aligned. While torch.compile traces there is none: see arguments.py."""
     if not torch.compiler.is_compiling() and t.data_ptr() % STRIDE_BYTES:
         refuse(f"{name}.data_ptr()", hex(t.data_ptr()), f"a multiple of {STRIDE_BYTES}")
 
 
+@unless_known
 def _check_scales(
     name: str, scale: Tensor | None, shapes: Sequence[tuple[int, ...]], like: Tensor
 ) -> None:

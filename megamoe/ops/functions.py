@@ -27,6 +27,7 @@ Scales = tuple[Tensor, ScalingType, Tensor, ScalingType]
 gradients.register()
 
 
+@checks.validates
 def grouped_mm(
     mat_a: Tensor, mat_b: Tensor, *, offs: Tensor | None = None, alignment: int = 1,
     bias: Tensor | None = None, out_dtype: torch.dtype | None = None,
@@ -66,6 +67,7 @@ def grouped_mm(
     return _product(Given(mat_a, mat_b, Groups(offs, alignment), bias), (), recipe, out_dtype)
 
 
+@checks.validates
 def scaled_grouped_mm(
     mat_a: Tensor, mat_b: Tensor, scale_a: Tensor, scale_recipe_a: ScalingType, scale_b: Tensor,
     scale_recipe_b: ScalingType, swizzle_a: SwizzleType | None = None,
@@ -110,6 +112,7 @@ def scaled_grouped_mm(
     return _product(Given(mat_a, mat_b, Groups(offs, alignment), bias), scales, None, output_dtype)
 
 
+@checks.validates
 def grouped_mm_act(
     mat_a: Tensor, mat_b: Tensor, activation: str | Activation = "swiglu", *,
     offs: Tensor | None = None, alignment: int = 1, bias: Tensor | None = None,
@@ -168,6 +171,7 @@ def grouped_mm_act(
     return (h, join(beside, alternate)) if return_pre else h
 
 
+@checks.validates
 def grouped_mm_dact(
     grad: Tensor, mat_b: Tensor, pre: Tensor, activation: str | Activation = "swiglu", *,
     offs: Tensor | None = None, alignment: int = 1, glu: Glu = "halves",
@@ -240,6 +244,7 @@ def grouped_mm_wgrad(
     return out
 
 
+@checks.validates
 def grouped_mlp(
     x: Tensor, w_up: Tensor, w_down: Tensor, activation: str | Activation = "swiglu", *,
     offs: Tensor | None = None, alignment: int = 1, b_up: Tensor | None = None,
