@@ -57,7 +57,7 @@ class Gemm:
         """Return all that fill() reads."""
         of = self.out, self.bias, self.gu, self.h, self.out_scale, self.row_scale, self.d_scale
         offs, alignment = self.groups
-        return *map(_facts, (*self.operands, offs, *of)), alignment, self.activation
+        return _facts(*self.operands, offs, *of), alignment, self.activation
 
     def fill(self, args: Any, encode: Encoder) -> None:
         """Fill a zeroed `abi.LAUNCHES["grouped"]`."""
@@ -114,7 +114,7 @@ class Outer:
     def key(self) -> tuple[Any, ...]:
         """Return all that fill() reads."""
         of = self.a, self.b, *self.tails, self.groups.offs, self.out, self.sums
-        return *map(_facts, of), self.groups.alignment, self.accumulate
+        return _facts(*of), self.groups.alignment, self.accumulate
 
     def fill(self, args: Any, encode: Encoder) -> None:
         """Fill a zeroed `abi.LAUNCHES["grouped_weights"]`."""
@@ -136,8 +136,10 @@ class Outer:
         write(args, [row], encode)
 
 
-def _facts(t: Tensor | None) -> tuple[Any, ...] | None:
-    return None if t is None else (t.data_ptr(), t.shape, t.stride(), t.dtype)
+def _facts(*tensors: Tensor | None) -> tuple[Any, ...]:
+    return tuple(
+        [t if t is None else (t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors]
+    )
 
 
 def _planes(t: Tensor) -> Sequence[Tensor]:

@@ -577,6 +577,20 @@ def test_bad_input_is_refused_by_name(said):
     assert said in str(caught.value)
 
 
+def test_a_call_like_an_earlier_one_is_still_checked():
+    """What its tensors' places are, and options that only equal the earlier ones."""
+    whole = rand(M * H + 8)
+    x, at = whole[: M * H].view(M, H), whole[1 : M * H + 1].view(M, H)
+    ops.grouped_mm(x, W2, offs=OFFS)
+    with pytest.raises(ArgumentError, match=r"mat_a.data_ptr\(\)"):
+        ops.grouped_mm(at, W2, offs=OFFS)
+    with pytest.raises(ArgumentError, match="alignment is True"):
+        ops.grouped_mm(x, W2, offs=OFFS, alignment=True)
+    whole.untyped_storage().resize_(0)
+    with pytest.raises(ArgumentError, match="it was freed"):
+        ops.grouped_mm(x, W2, offs=OFFS)
+
+
 DIFFERENTIATED = {
     "mm": lambda x: ops.grouped_mm(x, W2, offs=OFFS),
     "mm, bias": lambda x: ops.grouped_mm(X, W2, offs=OFFS, bias=x[:2, :].reshape(3, I)),
