@@ -32,7 +32,6 @@ from megamoe.jit.source import (
     TRANSPOSE_ENTRY,
 )
 
-
 _STRUCTURES, _ = abi.parse(abi.read_text("layout/passes.h"))
 _Args, _RowsArgs, _TailsArgs, _SumArgs = (
     _STRUCTURES[f"{name}Args"]
