@@ -170,14 +170,15 @@ def test_fp8(by_channel, name, hidden, width):
     w2, s2 = ops.quantize(w2.mT, recipes[1])
     scales = x_scale, recipes[0], s13, recipes[1]
     options = {"scales": scales, "activation": name, "offs": offs}
-    of_rows = by_row(x_scale, offs, rows, num)
+    groups = Groups(offs)
+    of_rows = by_row(x_scale, groups, x, num)
     wide = x.float() * of_rows if by_channel else dequantize_rows(x, of_rows)
     wide[end:] = 0
     matrices = numbers(w13, s13, by_channel, act.planes)
     expected = act(exact(wide, matrices, offs))
     near(ops.grouped_mm_act(x, w13, **options)[:end], expected[:end], 4e-3)
     h, h_scale = ops.grouped_mm_act(x, w13, output_dtype=torch.float8_e4m3fn, **options)
-    by_rows = by_row(h_scale, offs, rows, num)[:end]
+    by_rows = by_row(h_scale, groups, h, num)[:end]
     q, q_scale = quantize_rows(expected[:end])
     near(by_rows, q_scale, FP8_SUMMED_IN_PLACE if by_channel else FP8_SUMMED)
     assert (h[:end].float() != q.float()).float().mean() < 5e-2
@@ -193,7 +194,7 @@ def test_fp8(by_channel, name, hidden, width):
         assert off.max() < 8e-3
         q, q_scale = ops.quantize(h_wide, Recipe.RowWise, offs=offs)
         y = ops.scaled_grouped_mm(q, w2, q_scale, recipes[0], s2, recipes[1], offs=offs)
-        plain = by_row(q_scale, offs, rows, num)[:, 0].contiguous()
+        plain = by_row(q_scale, groups, q, num)[:, 0].contiguous()
         h_wide = q.float() * plain[:, None]
         near(y, exact(h_wide, numbers(w2, s2, True), offs), 4e-3)
         call = q, w2, plain, recipes[0], s2, recipes[1]
