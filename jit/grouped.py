@@ -2,42 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megamoe.core.errors import ConfigError
 from megamoe.jit.source import ACTIVATIONS, TILE
 
-_BF16, _E4M3 = "Bf16Rows, Bf16Weights", "E4m3Rows, E4m3Weights"
-_TOKENS, _CHANNELS = (f"E4m3{rows}Rows, E4m3ChannelWeights" for rows in ("Token", ""))
+# Rows and weights, by what names of their kernels have
+_OPERANDS = {
+    "": "Bf16Rows, Bf16Weights",
+    "-columns": "Bf16Rows, Bf16Columns",
+    "-e4m3": "E4m3Rows, E4m3Weights",
+    "-e4m3-tokens": "E4m3TokenRows, E4m3ChannelWeights",
+    "-e4m3-channels": "E4m3Rows, E4m3ChannelWeights",
+}
 _COLUMNS = "Bf16Columns, Bf16Columns"
 _STASHED = {
     "": f"{_COLUMNS}, StashedWeightsKind",
-    "e4m3-": f"{_E4M3}, StashedE4m3Kind",
+    "e4m3-": f"{_OPERANDS['-e4m3']}, StashedE4m3Kind",
 }
+_OUTPUTS = {"": "Bf16Rows", "-quantizes": "E4m3Rows"}
+_KINDS = {"": "GroupedKind", "-scales": "GroupedScalingKind"}
+_ORDERS = {"": "{}", "-interleaved": "Interleaved<{}>"}  # of gate and up columns
+
+
+def _products() -> Iterator[tuple[str, str]]:
+    for operands, of in _OPERANDS.items():
+        outputs = [name for name in _OUTPUTS if not (name and operands == "-columns")]
+        for to in outputs:
+            yield f"product{operands}{to}", f"GroupedProduct<{TILE}, {of}, {_OUTPUTS[to]}>"
+        for order, act in _ORDERS.items() if operands != "-e4m3-channels" else ():
+            for to in outputs:
+                given = f"{TILE}, {of}, {act}, {_OUTPUTS[to]}"
+                yield f"activation{operands}{to}{order}", f"GroupedActivation<{given}>"
+                yield f"saving{operands}{to}{order}", f"GroupedSaving<{given}>"
+            for scales, kind in _KINDS.items():
+                given = f"{TILE}, {of}, {act}, {kind}"
+                yield f"gradient{operands}{scales}{order}", f"GroupedGradient<{given}>"
+
+
 # -> its layer type; those with {} are of an activation
 PRODUCTS = {
-    "product": f"GroupedProduct<{TILE}, {_BF16}>",
-    "product-columns": f"GroupedProduct<{TILE}, Bf16Rows, Bf16Columns>",
-    "product-e4m3": f"GroupedProduct<{TILE}, {_E4M3}>",
-    "product-e4m3-tokens": f"GroupedProduct<{TILE}, {_TOKENS}>",
-    "product-e4m3-channels": f"GroupedProduct<{TILE}, {_CHANNELS}>",
-    "product-quantizes": f"GroupedProduct<{TILE}, {_BF16}, E4m3Rows>",
-    "product-e4m3-quantizes": f"GroupedProduct<{TILE}, {_E4M3}, E4m3Rows>",
-    "product-e4m3-tokens-quantizes": f"GroupedProduct<{TILE}, {_TOKENS}, E4m3Rows>",
-    "product-e4m3-channels-quantizes": f"GroupedProduct<{TILE}, {_CHANNELS}, E4m3Rows>",
-    "activation": f"GroupedActivation<{TILE}, {_BF16}, {{}}, Bf16Rows>",
-    "activation-quantizes": f"GroupedActivation<{TILE}, {_BF16}, {{}}, E4m3Rows>",
-    "activation-e4m3": f"GroupedActivation<{TILE}, {_E4M3}, {{}}, Bf16Rows>",
-    "activation-e4m3-quantizes": f"GroupedActivation<{TILE}, {_E4M3}, {{}}, E4m3Rows>",
-    "activation-e4m3-tokens": f"GroupedActivation<{TILE}, {_TOKENS}, {{}}, Bf16Rows>",
-    "activation-e4m3-tokens-quantizes": f"GroupedActivation<{TILE}, {_TOKENS}, {{}}, E4m3Rows>",
-    "activation-columns": f"GroupedActivation<{TILE}, Bf16Rows, Bf16Columns, {{}}, Bf16Rows>",
-    "saving": f"GroupedSaving<{TILE}, Bf16Weights, {{}}>",
-    "saving-columns": f"GroupedSaving<{TILE}, Bf16Columns, {{}}>",
-    "gradient": f"GroupedGradient<{TILE}, Bf16Weights, {{}}>",
-    "gradient-columns": f"GroupedGradient<{TILE}, Bf16Columns, {{}}>",
-    "gradient-scales": f"GroupedGradient<{TILE}, Bf16Weights, {{}}, GroupedScalingKind>",
-    "gradient-columns-scales": f"GroupedGradient<{TILE}, Bf16Columns, {{}}, GroupedScalingKind>",
+    **dict(_products()),
     "weights": f"GroupedWeightGradients<{TILE}, 1, {_COLUMNS}, GroupedWeightsKind>",
     # the layer's, over rows that its backward passes have kept: by planes of w13
     **{
@@ -66,9 +72,8 @@ class GroupedVariant:
     def __post_init__(self) -> None:
         if self.product not in PRODUCTS:
             raise ConfigError("product", repr(self.product), "one of " + ", ".join(PRODUCTS))
-        known = ACTIVATIONS if "{}" in PRODUCTS[self.product] else (None,)
-        if self.activation not in known:
-            raise ConfigError("activation", repr(self.activation), f"one of {list(known)}")
+        if self.activation not in (known := _activations(self.product)):
+            raise ConfigError("activation", repr(self.activation), f"one of {known}")
 
     def __str__(self) -> str:
         return f"grouped-{self.product}" + (f"-{self.activation}" if self.activation else "")
@@ -99,10 +104,13 @@ MEGAMOE_KERNEL({self.entry}, megamoe::grouped, megamoe::Traits)
 """
 
 
+def _activations(product: str) -> list[str | None]:
+    """Return the kinds that a product is compiled for; None if it has no activation."""
+    if "{}" not in PRODUCTS[product]:
+        return [None]
+    return [k for k in ACTIVATIONS if k != "relu2" or not product.endswith("interleaved")]
+
+
 def grouped_variants() -> list[GroupedVariant]:
     """Return every kernel of kernels/grouped.cuh."""
-    found = []
-    for product, layer in PRODUCTS.items():
-        kinds = ACTIVATIONS if "{}" in layer else (None,)
-        found += [GroupedVariant(product, kind) for kind in kinds]
-    return found
+    return [GroupedVariant(product, kind) for product in PRODUCTS for kind in _activations(product)]

@@ -8,7 +8,6 @@ for stores: a load would touch the memory before the tensor.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,9 +36,10 @@ from megamoe.ops.operands import Operands, by_k
 class Gemm:
     """Rows times their experts' matrices, and what its epilogue reads and leaves.
 
-    out: [M, N], or [M, P, N] in planes. bias: [E, P*N] fp32. gu: [M, P, N], pre-activations that are left; where `h`
-    is, too, those that a gradient reads: then out is the gradient of them, and h [M, N] is made again. out_scale: by
-    block, of e4m3. row_scale: [M] fp32, factors of h; d_scale: parts of their gradients [M, ceil(I/256) + 1], zeros.
+    out: [M, N]. bias: [E, P*N] fp32. gu: [M, P*N], pre-activations that are left; where `h` is, too, those that a
+    gradient reads: then out is the gradient of them, and h [M, N] is made again. interleaved: their gate and up columns
+    alternate. out_scale: by block, of e4m3. row_scale: [M] fp32, factors of h; d_scale: parts of their gradients [M,
+    ceil(I/256) + 1], zeros.
     """
 
     operands: Operands
@@ -47,6 +47,7 @@ class Gemm:
     out: Tensor
     bias: Tensor | None = None
     activation: Activation | None = None
+    interleaved: bool = False
     gu: Tensor | None = None
     h: Tensor | None = None
     out_scale: Tensor | None = None
@@ -57,7 +58,7 @@ class Gemm:
         """Return all that fill() reads."""
         of = self.out, self.bias, self.gu, self.h, self.out_scale, self.row_scale, self.d_scale
         offs, alignment = self.groups
-        return _facts(*self.operands, offs, *of), alignment, self.activation
+        return _facts(*self.operands, offs, *of), alignment, self.activation, self.interleaved
 
     def fill(self, args: Any, encode: Encoder) -> None:
         """Fill a zeroed `abi.LAUNCHES["grouped"]`."""
@@ -72,9 +73,10 @@ class Gemm:
         own.row_weight, own.d_s = address_of(self.row_scale), address_of(self.d_scale)
         if act is not None:
             args.act_alpha, args.act_limit, args.act_up_offset = act.alpha, act.limit, act.up_offset
+        planes = 1 if act is None or self.interleaved else act.planes
         if self.gu is not None:
             of_gu = _ragged if self.h is None else _rows
-            set_maps(args.gu, [of_gu(t) for t in _planes(self.gu)], encode)
+            set_maps(args.gu, [of_gu(t) for t in self.gu.chunk(planes, 1)], encode)
         if self.h is not None:
             set_map(args.hs, encode(*_ragged(self.h)))
         for scale in (x_scale, self.out_scale):
@@ -84,7 +86,7 @@ class Gemm:
             "gemm1",
             a=[_rows(x)],
             b=_matrices(w, HALF) if by_k(w) else _matrices(w.transpose(2, 3)),
-            out=[_ragged(t) for t in _planes(self.out)],
+            out=[_ragged(t) for t in self.out.chunk(1 if self.h is None else planes, 1)],
             a_scale=address_of(x_scale),
             b_scale=address_of(w_scale),
             out_scale=address_of(self.out_scale),
@@ -140,11 +142,6 @@ def _facts(*tensors: Tensor | None) -> tuple[Any, ...]:
     return tuple(
         [t if t is None else (t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors]
     )
-
-
-def _planes(t: Tensor) -> Sequence[Tensor]:
-    """t: [M, C] or [M, P, C]."""
-    return [t] if t.dim() == 2 else t.unbind(1)
 
 
 def _row_bytes(t: Tensor) -> int:

@@ -28,7 +28,6 @@ from megamoe.core.transforms import watched
 from megamoe.core.uncompiled import uncompiled
 from megamoe.formats.quantization import E4M3, num_groups
 from megamoe.ops.groups import Groups
-from megamoe.ops.operands import split
 from megamoe.ops.scales import by_block, num_places
 
 Placed = tuple[Tensor | None, Tensor | None, bool]
@@ -151,19 +150,15 @@ def check_weights(name: str, w: Tensor, x: Tensor) -> None:
     check_place(name, w)
 
 
-def planes_of(
-    name: str, w: Tensor, bias: Tensor | None, planes: int, alternate: bool
-) -> tuple[Tensor, Tensor | None]:
-    """w: [E, H, P*I], checked, bias: [E, P*I] -> w [E, P, I, H], a view, and the bias by plane [E, P*I]."""
+@unless_known
+def check_planes(name: str, w: Tensor, planes: int) -> None:
+    """Raise ArgumentError unless w [E, H, P*I], checked, has columns for `planes` that TMA takes."""
     unit = planes * STRIDE_BYTES // w.element_size()
     if w.shape[2] % unit:
         refuse(f"{name}.shape", list(w.shape), f"[experts, H, a multiple of {unit}]: gate and up")
-    if bias is not None:
-        bias = split(bias, planes, alternate).flatten(1)
-    return split(w.transpose(1, 2), planes, alternate), bias
 
 
-def alternates(glu: object, act: Activation) -> bool:
+def interleaved(glu: object, act: Activation) -> bool:
     """Return True if gate and up columns alternate; False if they are halves, or not gated."""
     if glu not in ("halves", "interleaved"):
         refuse("glu", repr(glu), "'halves' or 'interleaved': blocks of columns are not supported")
@@ -218,14 +213,14 @@ def check_row_scale(row_scale: Tensor | None, x: Tensor) -> None:
 
 
 class Given(NamedTuple):
-    """Hold the operands of a product: x [M, K], w [E, K, N], whose columns are `planes` that may alternate."""
+    """Hold the operands of a product: x [M, K], w [E, K, N], whose columns are `planes`, halves or interleaved."""
 
     x: Tensor
     w: Tensor
     groups: Groups
     bias: Tensor | None
     planes: int = 1
-    alternate: bool = False
+    interleaved: bool = False
     names: tuple[str, str, str] = ("mat_a", "mat_b", "bias")
     of_product: bool = True  # alone, without an activation
 
@@ -257,18 +252,17 @@ class Given(NamedTuple):
 
     def _placed(self, a: Any, b: Any, recipes: Any) -> tuple[Tensor, Tensor]:
         """Return scales as kernels read them."""
-        (num, k, width), rows, planes = self.w.shape, self.x.shape[0], self.planes
+        (num, k, width), rows = self.w.shape, self.x.shape[0]
+        planes = 1 if self.interleaved else self.planes
         groups, places = num_groups(k), num_places(rows, num)
         blocks, by_row = recipes[1] == _BLOCKS, recipes[0] == _ROWS
-        if blocks and self.alternate:
-            refuse("glu", "'interleaved'", "'halves': blocks of 128 x 128 would mix gate and up")
         of_blocks = (num, groups, planes * num_groups(width // planes))
         _check_scales("scale_b", b, (of_blocks if blocks else (num, width),), self.x)
         shapes = ((rows,), (1, places)) if by_row else ((rows, groups), (groups, places))
         _check_scales("scale_a", a, shapes, self.x)
         if tuple(a.shape) == shapes[0]:
             a = by_block(a.reshape(rows, -1), self.groups, num)
-        b = b.transpose(1, 2) if blocks else split(b, planes, self.alternate).reshape(num, -1, 1)
+        b = b.transpose(1, 2) if blocks else b.reshape(num, -1, 1)
         a, b = a.contiguous(), b.contiguous()
         check_place("scale_a", a)
         check_place("scale_b", b)

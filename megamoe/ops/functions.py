@@ -1,6 +1,6 @@
 """Define the functions of megamoe.ops: they validate their arguments and call the operators.
 
-Every weight is [E, in, out], as mat_b of torch's grouped_mm. The operators have [E, P, out, in] instead, as the layer.
+Every weight is [E, in, out], as mat_b of torch's grouped_mm.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megamoe.formats import quantization
 from megamoe.ops import checks, gradients, operators
 from megamoe.ops.checks import Given
 from megamoe.ops.groups import Groups
-from megamoe.ops.operands import join, rows_by_group, split
+from megamoe.ops.operands import rows_by_group
 from megamoe.ops.scales import by_block
 
 Glu = Literal["halves", "interleaved"]
@@ -119,31 +119,31 @@ def grouped_mm_act(
     glu: Glu = "halves", return_pre: bool = False, scales: Scales | tuple[()] = (),
     output_dtype: torch.dtype = torch.bfloat16, recipe: Recipe | None = None,
     row_scale: Tensor | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
     """Multiply each row by the gate and up projection of its group and apply the activation; differentiable.
 
     Args:
         mat_a: [M, H] bf16, rows sorted by group; e4m3 with scales. H is a multiple of 8 (e4m3: 16).
-        mat_b: [E, H, 2*I] of mat_a's dtype, or [E, H, I] if the activation is not gated. I is a multiple of 8. One
-            contiguous in 2*I is copied in each call if it is "interleaved", or in FP8.
+        mat_b: [E, H, 2*I] of mat_a's dtype, or [E, H, I] if the activation is not gated. I is a multiple of 8. bf16
+            that is contiguous in 2*I is copied in each call if h is e4m3.
         activation: A name or an Activation. Default: "swiglu".
         offs: [E] int32, see grouped_mm(). Default: one group has all rows.
         alignment: see grouped_mm(). Default: 1.
         bias: [E, 2*I] fp32 or bf16, in the order of mat_b's columns. Default: no bias.
         glu: Where gate and up lie in mat_b's columns. "halves": gate columns, then up columns. "interleaved": g0 u0 g1
             u1, as in GPT-OSS. Default: "halves".
-        return_pre: True: also return the pre-activations; in bf16 alone. Default: False.
-        scales: scale_a, scale_recipe_a, scale_b, scale_recipe_b of scaled_grouped_mm(), if any RowWise for both.
-            Blocks restart at the first up column: [E, ceil(H/128), 2*ceil(I/128)], with "halves" alone. RowWise
-            scales are in the order of mat_b's columns. Default: none, bf16.
+        return_pre: True: also return the pre-activations. Default: False.
+        scales: scale_a, scale_recipe_a, scale_b, scale_recipe_b of scaled_grouped_mm(), if any RowWise for both, in
+            the order of mat_b's columns. Of "halves", blocks restart at the first up column: [E, ceil(H/128),
+            2*ceil(I/128)]. Default: none, bf16.
         output_dtype: bf16, or e4m3: quantize h in groups of 128 columns for scaled_grouped_mm(); not differentiable,
             and I is a multiple of 16. Default: bf16.
         recipe: "blockwise": quantize both operands to FP8 in this call. Default: None.
         row_scale: [M] fp32, multiplies h before it is rounded, as probabilities before FC2. Default: none.
 
     Returns:
-        h [M, I] bf16. With return_pre: h and the pre-activations [M, 2*I] bf16, bias included, in the order of mat_b's
-        columns ("interleaved": a copy). In e4m3: h and its scales. Rows after offs[-1] are zeros.
+        h [M, I] bf16; in e4m3 also its scales; with return_pre also the pre-activations [M, 2*I] bf16, bias included,
+        in the order of mat_b's columns. Rows after offs[-1] are zeros.
 
     Raises:
         ArgumentError: A tensor or option is invalid.
@@ -152,29 +152,27 @@ def grouped_mm_act(
     act = activation_by_name(activation)
     checks.check_mode(mat_a=mat_a, mat_b=mat_b, bias=bias, row_scale=row_scale)
     checks.check_row_scale(row_scale, mat_a)
-    alternate, groups = checks.alternates(glu, act), Groups(offs, alignment)
+    interleaved, groups = checks.interleaved(glu, act), Groups(offs, alignment)
     checks.check_choice("output_dtype", output_dtype, (torch.bfloat16, quantization.E4M3))
     quantizes = output_dtype == quantization.E4M3
-    plain = not scales and recipe is None and not quantizes
-    if return_pre and not plain:
-        checks.refuse("return_pre", True, "False in FP8")
-    given = Given(mat_a, mat_b, groups, bias, act.planes, alternate, of_product=False)
+    given = Given(mat_a, mat_b, groups, bias, act.planes, interleaved, of_product=False)
     of = given.check(scales, recipe)
-    w, bias = checks.planes_of("mat_b", mat_b, bias, act.planes, alternate)
-    if quantizes and w.shape[2] % 16:
+    checks.check_planes("mat_b", mat_b, act.planes)
+    if quantizes and mat_b.shape[2] // act.planes % 16:
         checks.refuse("mat_b.shape", list(mat_b.shape), "I a multiple of 16, to quantize h")
+    plain = not scales and not quantizes
     saves = return_pre or (plain and records((mat_a, mat_b, bias, row_scale)))
-    call = mat_a, w, *groups, bias, act.kind, _numbers(act), saves
-    h, beside = operators.grouped_activation(*call, *of, quantizes, row_scale)
-    if quantizes:
-        return h, beside
-    return (h, join(beside, alternate)) if return_pre else h
+    call = mat_a, mat_b, *groups, bias, act.kind, _numbers(act), interleaved, saves
+    h, pre, scale = operators.grouped_activation(*call, *of, quantizes, row_scale)
+    found = h, *((scale,) if quantizes else ()), *((pre,) if return_pre else ())
+    return found if len(found) > 1 else h
 
 
 @checks.validates
 def grouped_mm_dact(
     grad: Tensor, mat_b: Tensor, pre: Tensor, activation: str | Activation = "swiglu", *,
     offs: Tensor | None = None, alignment: int = 1, glu: Glu = "halves",
+    scales: Scales | tuple[()] = (), recipe: Recipe | None = None,
     row_scale: Tensor | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Compute grouped_mm(grad, mat_b), the gradient of h, and from it that of the pre-activations; and h again.
@@ -183,15 +181,17 @@ def grouped_mm_dact(
     differentiable.
 
     Args:
-        grad: [M, H] bf16, the gradient of the MLP's output.
-        mat_b: [E, H, I] bf16, the down projection transposed: w_down.mT.
+        grad: [M, H] bf16, the gradient of the MLP's output; e4m3 with scales.
+        mat_b: [E, H, I] of grad's dtype, the down projection transposed: w_down.mT.
         pre: [M, 2*I] bf16, the pre-activations, as grouped_mm_act() returns them; [M, I] if the activation is not
             gated.
         activation: A name or an Activation. Default: "swiglu".
         offs: [E] int32, see grouped_mm(). Default: one group has all rows.
         alignment: see grouped_mm(). Default: 1.
-        glu: The order of the columns of `pre`, see grouped_mm_act(); "interleaved" copies them and their gradient.
-            Default: "halves".
+        glu: The order of the columns of `pre`, see grouped_mm_act(). Default: "halves".
+        scales: scale_a, scale_recipe_a, scale_b, scale_recipe_b of grad and mat_b, as of scaled_grouped_mm(), if any
+            RowWise for both. Default: none, bf16.
+        recipe: "blockwise": quantize both operands to FP8 in this call. Default: None.
         row_scale: [M] fp32, see grouped_mm_act(): multiplies both results. Default: none.
 
     Returns:
@@ -205,16 +205,16 @@ def grouped_mm_dact(
     act = activation_by_name(activation)
     checks.check_mode(grad=grad, mat_b=mat_b, pre=pre, row_scale=row_scale)
     checks.check_row_scale(row_scale, grad)
-    alternate, groups = checks.alternates(glu, act), Groups(offs, alignment)
-    Given(grad, mat_b, groups, None, names=("grad", "mat_b", "")).check(())
+    interleaved, groups = checks.interleaved(glu, act), Groups(offs, alignment)
+    names = "grad", "mat_b", ""
+    of = Given(grad, mat_b, groups, None, names=names, of_product=False).check(scales, recipe)
     checks.check_rows("pre", pre, grad)
     if pre.shape[1] != act.planes * mat_b.shape[2]:
         expected = f"[{grad.shape[0]}, {act.planes * mat_b.shape[2]}]"
         checks.refuse("pre.shape", list(pre.shape), expected)
-    gu = split(pre, act.planes, alternate).contiguous()
-    call = grad, mat_b, gu, *groups, act.kind, _numbers(act)
-    dgu, *others = operators.grouped_activation_gradient(*call, row_scale)
-    return join(dgu, alternate), *others[: 1 if row_scale is None else 2]
+    call = grad, mat_b, pre, *groups, act.kind, _numbers(act), interleaved
+    found: tuple[Tensor, ...] = operators.grouped_activation_gradient(*call, *of, row_scale)
+    return found[: 2 if row_scale is None else 3]
 
 
 def grouped_mm_wgrad(
@@ -254,8 +254,7 @@ def grouped_mlp(
     """Run each row through the MLP of its group: grouped_mm_act(), then grouped_mm(); differentiable.
 
     The backward pass uses one launch for the pre-activations' gradient and h, one for x's gradient and one for each
-    weight. Pre-activations are saved, h is not. With a recipe only the arguments are saved; the first launch then
-    becomes three, and torch's operations.
+    weight; with a recipe also those that quantize their operands. Pre-activations are saved, h is not.
 
     Args:
         x: [M, H] bf16, rows sorted by group.
@@ -283,18 +282,18 @@ def grouped_mlp(
     if offs is None and w_up.dim() == w_down.dim() == 2:
         w_up, w_down = w_up[None], w_down[None]
         b_up, b_down = (b if b is None else b[None] for b in (b_up, b_down))
-    alternate, groups = checks.alternates(glu, act), Groups(offs, alignment)
-    first = Given(x, w_up, groups, b_up, act.planes, alternate, ("x", "w_up", "b_up"))
+    interleaved, groups = checks.interleaved(glu, act), Groups(offs, alignment)
+    first = Given(x, w_up, groups, b_up, act.planes, interleaved, ("x", "w_up", "b_up"))
     *_, dynamic = first.check((), recipe)
-    w13, b13 = checks.planes_of("w_up", w_up, b_up, act.planes, alternate)
-    num, _, width, hidden = w13.shape
+    checks.check_planes("w_up", w_up, act.planes)
+    num, hidden, width = len(w_up), w_up.shape[1], w_up.shape[2] // act.planes
     if list(w_down.shape) != [num, width, hidden]:
         checks.refuse("w_down.shape", list(w_down.shape), f"[{num}, {width}, {hidden}]")
     checks.check_weights("w_down", w_down, x)
     checks.check_bias("b_down", b_down, num, hidden, x)
-    saves = not dynamic and records((x, w_up, w_down, b_up, b_down, row_scale))
-    of = act.kind, _numbers(act), saves, dynamic, row_scale
-    y: Tensor = operators.grouped_mlp(x, w13, w_down.transpose(1, 2), *groups, b13, b_down, *of)[0]
+    saves = records((x, w_up, w_down, b_up, b_down, row_scale))
+    of = act.kind, _numbers(act), interleaved, saves, dynamic, row_scale
+    y: Tensor = operators.grouped_mlp(x, w_up, w_down, *groups, b_up, b_down, *of)[0]
     return y
 
 
@@ -349,8 +348,8 @@ def _product(
         return operators.grouped_mm(given.x, given.w, *others, *of)
     if given.w.shape[2] % 16:
         checks.refuse("mat_b.shape", list(given.w.shape), "N a multiple of 16, to quantize")
-    w = given.w.transpose(1, 2).unsqueeze(1)
-    return operators.grouped_activation(given.x, w, *others, "", [], False, *of, True)
+    call: Any = given.x, given.w, *others, "", [], False, False, *of, True
+    return operators.grouped_activation(*call)[::2]
 
 
 def _numbers(act: Activation) -> list[float]:

@@ -4,7 +4,6 @@ Operators that compute a part of a backward pass have no gradient, and neither h
 error. With `dynamic` the gradient is straight-through: that of the product of the quantized operands, as if
 quantization were the identity. The gradient of rows is again such a product, of quantized dy and the same e4m3 weights,
 because blocks of 128 x 128 also fit the transpose. Weight gradients are BF16 products of the original arguments.
-Pre-activations are recomputed, so a call saves only its arguments.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from megamoe.core.errors import MegaMoEError
 from megamoe.formats.quantization import GROUP
 from megamoe.ops import operators
 from megamoe.ops.groups import Groups
-from megamoe.ops.operands import join, split
 from megamoe.ops.operators import (
     grouped_activation_gradient,
     grouped_mm,
@@ -39,30 +37,28 @@ def _of_mm(call: Any, dy: Tensor) -> Found:
     return {"x": dx, "w": dw, "bias": db}
 
 
-def _of_activation(call: Any, dh: Tensor | None, d_gu: Tensor | None) -> Found:
+def _of_activation(call: Any, dh: Tensor | None, d_gu: Tensor | None, _: Any) -> Found:
     dgu, d_scale = d_gu, None
     if dh is not None:
         if call.quantizes:
             raise RuntimeError("a quantized h has no gradient: use ops.grouped_mlp")
-        dgu, _, d_scale = _through(dh, call.w, call.bias, call)
-        dgu = (dgu if d_gu is None else dgu + d_gu).bfloat16()
+        act, groups = Activation(call.kind, *call.numbers), Groups(call.offs, call.alignment)
+        # by what can be differentiated again
+        made = through(act, call.saved, dh.float(), groups, call.row_scale, call.interleaved)
+        d_scale = made[2]
+        dgu = (made[0] if d_gu is None else made[0] + d_gu).bfloat16()
     assert dgu is not None
     return {**_of_first(dgu, "w", "bias", call), "row_scale": d_scale}
 
 
 def _of_mlp(call: Any, dy: Tensor, _: Any) -> Found:
-    dy = rows_of(dy)
-    if call.dynamic:
-        dgu, h, d_scale = _through(_product(dy, call.w2, call), call.w13, call.b13, call)
-        dgu, h = dgu.bfloat16(), h.bfloat16()
-    else:
-        of = call.w2, call.saved, call.offs, call.alignment, call.kind, call.numbers
-        dgu, h, d_scale = grouped_activation_gradient(dy, *of, call.row_scale)
-    found = _of_first(dgu, "w13", "b13", call)
-    dw, found["b2"] = of_weights(dy, h, call.w2.transpose(1, 2), ("w2", "b2"), call)
-    found["row_scale"] = d_scale
-    found["w2"] = dw if dw is None else dw.transpose(1, 2)
-    return found
+    dy, w = rows_of(dy), call.w_down.transpose(1, 2)
+    of = call.saved, call.offs, call.alignment, call.kind, call.numbers, call.interleaved
+    made = grouped_activation_gradient(dy, w, *of, None, None, call.dynamic, call.row_scale)
+    found = _of_first(made[0], "w_up", "b_up", call)
+    names = "w_down", "b_down"
+    found |= zip(names, of_weights(dy, made[1], call.w_down, names, call), strict=True)
+    return {**found, "row_scale": made[2]}
 
 
 # --- parts of them ---
@@ -74,9 +70,9 @@ def rows_of(t: Tensor) -> Tensor:
     return t if legal and t.dtype == torch.bfloat16 else t.to(torch.bfloat16).contiguous()
 
 
-def _product(rows: Tensor, w: Tensor, call: Any, bias: Tensor | None = None) -> Tensor:
-    """rows: [M, K], w: [E, K, N], both bf16, bias: [E, N] -> [M, N], in the precision of the call."""
-    return grouped_mm(rows, w, call.offs, call.alignment, bias, None, None, call.dynamic)
+def _product(rows: Tensor, w: Tensor, call: Any) -> Tensor:
+    """rows: [M, K], w: [E, K, N], both bf16 -> [M, N], in the precision of the call."""
+    return grouped_mm(rows, w, call.offs, call.alignment, None, None, None, call.dynamic)
 
 
 def of_weights(
@@ -94,41 +90,18 @@ def of_weights(
 
 
 def _of_first(dgu: Tensor, name: str, bias: str, call: Any) -> Found:
-    """dgu: [M, P, I] -> gradients of x, of the weights of this name [E, P, I, H], and of their bias.
-
-    Where gate and up alternate in memory, dgu does so, too. Then one product makes dx, and dw lies as the weights do.
-    """
-    w = getattr(call, name)
-    planes, width = w.shape[1:3]
-    alternate = planes == 2 and w.stride(1) < w.stride(2)
-    # Views here, copies in a compiled graph that lays w out anew: as_strided would read past it.
-    rows, matrices = rows_of(join(dgu, alternate)), join(w, alternate)
-    dw, db = of_weights(rows, call.x, matrices.transpose(1, 2), (name, bias), call)
-    if not call.needs["x"]:
-        dx = None
-    elif call.dynamic and planes == 2 and (alternate or width % GROUP):
-        dx = _product(dgu[:, 0], w[:, 0], call) + _product(dgu[:, 1], w[:, 1], call)
-    else:
-        dx = _product(rows, matrices, call)
-    dw = dw if dw is None else split(dw.transpose(1, 2), planes, alternate)
-    return {"x": dx, name: dw, bias: db if db is None else split(db, planes, alternate).flatten(1)}
-
-
-def _through(dh: Tensor, w: Tensor, bias: Tensor | None, call: Any) -> tuple[Tensor, ...]:
-    """Return what through() does, dgu as [M, P, I], by what can be differentiated again.
-
-    Of the pre-activations that were saved, or with `dynamic` of those that w [E, P, I, H] and bias make again: by a
-    product for each plane, whose blocks are its own.
-    """
-    gu, act = call.saved, Activation(call.kind, *call.numbers)
-    if call.dynamic:
-        of_planes = [None] * act.planes if bias is None else bias.chunk(act.planes, 1)
-        pairs = zip(w.unbind(1), of_planes, strict=True)
-        found = [_product(call.x, part.transpose(1, 2), call, b) for part, b in pairs]
-        gu = torch.stack(found, 1)
-    groups = Groups(call.offs, call.alignment)
-    dgu, *others = through(act, gu, dh.float(), groups, call.row_scale)
-    return dgu.view(gu.shape), *others
+    """dgu: [M, P*I] -> gradients of x, of the weights of this name [E, H, P*I], and of their bias."""
+    w, rows, dx = getattr(call, name), rows_of(dgu), None
+    dw, db = of_weights(rows, call.x, w, (name, bias), call)
+    if call.needs["x"]:
+        parts = 1  # of K that have blocks of their own
+        if call.dynamic and not call.interleaved:
+            planes = Activation(call.kind, *call.numbers).planes
+            parts = planes if w.shape[2] // planes % GROUP else 1
+        pairs = zip(rows.chunk(parts, 1), w.transpose(1, 2).chunk(parts, 1), strict=True)
+        made = [_product(part, matrices, call) for part, matrices in pairs]
+        dx = made[0] if parts == 1 else made[0] + made[1]
+    return {"x": dx, name: dw, bias: db}
 
 
 # --- registration ---
@@ -165,8 +138,7 @@ def _differentiate(name: str, gradients: Callable[..., Found]) -> None:
             return
         if isinstance(output, tuple):
             ctx.set_materialize_grads(False)
-            if dynamic or name == "grouped_mlp":
-                ctx.mark_non_differentiable(output[1])
+            ctx.mark_non_differentiable(*output[1 if name == "grouped_mlp" else 2 :])
         given["saved"] = output[1] if given.get("saves") else None
         tensors = {n: t for n, t in given.items() if isinstance(t, Tensor)}
         ctx.names, ctx.others = [*tensors], {n: t for n, t in given.items() if n not in tensors}

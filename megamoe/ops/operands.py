@@ -32,7 +32,7 @@ class Operands(NamedTuple):
     """x: [M, K]; its scales by block, of groups of 128 columns or one a row.
 
     w: [E, P, N, K]; its scales by 128 x 128 of a plane [E, P * ceil(N/128), ceil(K/128)] or by channel [E, P * N, 1].
-    Without scales both are bf16, with them e4m3.
+    P is 2 if gate and up are halves of N. Without scales both are bf16, with them e4m3.
     """
 
     x: Tensor
@@ -44,7 +44,7 @@ class Operands(NamedTuple):
     def suffix(self) -> str:
         """Return what the names of these operands' kernels have, see jit/grouped.py."""
         if self.x_scale is None or self.w_scale is None:
-            return ""
+            return "" if by_k(self.w) else "-columns"
         if not by_channel(self.w, self.w_scale):
             return "-e4m3"
         return "-e4m3-tokens" if self.x_scale.shape[0] == 1 else "-e4m3-channels"
@@ -55,16 +55,9 @@ def by_channel(w: Tensor, scale: Tensor) -> bool:
     return scale.shape[1] == w.shape[1] * w.shape[2]
 
 
-def split(t: Tensor, planes: int, alternate: bool) -> Tensor:
-    """t: [., P*I, ...] -> [., P, I, ...], a view. alternate: gate and up are neighbours, else halves."""
-    if alternate:
-        return t.unflatten(1, (t.shape[1] // planes, planes)).transpose(1, 2)
-    return t.unflatten(1, (planes, t.shape[1] // planes))
-
-
-def join(t: Tensor, alternate: bool) -> Tensor:
-    """Invert split(): [., P, I, ...] -> [., P*I, ...], a copy if it does not lie so in memory."""
-    return (t.transpose(1, 2) if alternate else t).flatten(1, 2)
+def split(w: Tensor, planes: int) -> Tensor:
+    """w: [E, K, P*N] -> [E, P, N, K], a view."""
+    return w.transpose(1, 2).view(len(w), planes, w.shape[2] // planes, w.shape[1])
 
 
 def readable(w: Tensor, columns: bool = True) -> Tensor:
@@ -88,16 +81,16 @@ def quantized(given: Operands, groups: Groups) -> Operands:
 
 
 def dequantized(given: Operands, groups: Groups) -> tuple[Tensor, Tensor]:
-    """Return x and w as they are in bf16, and of e4m3 their values: in fp32, on GPUs in bf16."""
+    """Return x and w [E, K, P*N] as they are in bf16, and of e4m3 their values: in fp32, on GPUs in bf16."""
     x, w, x_scale, w_scale = given
     if x_scale is None or w_scale is None:
-        return x, w
+        return x, w.flatten(1, 2).transpose(1, 2)
     of_rows = by_row(x_scale, groups, x, w.shape[0])
     rows = (dequantize_tokens if of_rows.shape[1] == 1 else dequantize_rows)(x, of_rows)
     matrices = dequantize_channels if by_channel(w, w_scale) else dequantize_blockwise
     wide = matrices(w, w_scale, planes=w.shape[1]).view(w.shape)
     dtype = torch.bfloat16 if x.is_cuda else torch.float32
-    return rows.to(dtype), wide.to(dtype)
+    return rows.to(dtype), wide.to(dtype).flatten(1, 2).transpose(1, 2)
 
 
 def rows_by_group(

@@ -1,25 +1,25 @@
 """Register the operators with torch.library: what each runs, and its shapes for torch.compile. Gradients: gradients.py.
 
     megamoe::grouped_mm(x, w, offs?, alignment, bias?, x_scale?, w_scale?, dynamic) -> out
-    megamoe::grouped_activation(x, w, offs?, alignment, bias?, kind, numbers, saves, x_scale?, w_scale?, dynamic,
-        quantizes, row_scale?) -> (h, gu or scales of h)
-    megamoe::grouped_activation_gradient(dy, w, gu, offs?, alignment, kind, numbers, row_scale?)
-        -> (dgu, h, d_row_scale)
-    megamoe::grouped_mlp(x, w13, w2, offs?, alignment, b13?, b2?, kind, numbers, saves, dynamic,
+    megamoe::grouped_activation(x, w, offs?, alignment, bias?, kind, numbers, interleaved, saves, x_scale?, w_scale?,
+        dynamic, quantizes, row_scale?) -> (h, gu, scales of h)
+    megamoe::grouped_activation_gradient(dy, w, gu, offs?, alignment, kind, numbers, interleaved, dy_scale?, w_scale?,
+        dynamic, row_scale?) -> (dgu, h, d_row_scale)
+    megamoe::grouped_mlp(x, w_up, w_down, offs?, alignment, b_up?, b_down?, kind, numbers, interleaved, saves, dynamic,
         row_scale?) -> (y, gu)
     megamoe::grouped_wgrad(a, b, offs?, alignment, num_experts, fp32, sums) -> (out, sums)
     megamoe::grouped_wgrad_add(a, b, offs?, alignment, out!) -> ()
 
-Rows and weights are bf16, or e4m3 with scales, or with `dynamic` bf16 that the operator quantizes. functions.py has
-validated the arguments. A result that was not requested is empty. If a kernel runs, no operator waits for the device or
-reads `offs` on the host.
+Rows and weights are bf16, or e4m3 with scales, or with `dynamic` bf16 that the operator quantizes. Weights are [E, K,
+N]; gate and up are halves of N, or `interleaved`. functions.py has validated the arguments. A result that was not
+requested is empty. If a kernel runs, no operator waits for the device or reads `offs` on the host.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache, wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,13 +34,44 @@ from megamoe.ops import reference
 from megamoe.ops.arguments import Gemm, Outer
 from megamoe.ops.groups import Groups
 from megamoe.ops.machines import machine_of
-from megamoe.ops.operands import Operands, by_k, dequantized, quantized, readable, rows_by_group
+from megamoe.ops.operands import (
+    Operands,
+    dequantized,
+    quantized,
+    readable,
+    rows_by_group,
+    split,
+)
 from megamoe.ops.scales import num_places
 from megamoe.ops.tails import tails
 
 recorded: dict[str, Any] = {}  # the autograd functions of eager calls, by operator: gradients.py
-_variant, _activation = cache(GroupedVariant), cache(Activation)
+_variant = cache(GroupedVariant)
 _WEIGHTS = _variant("weights")
+
+
+class Fused(NamedTuple):
+    """What an epilogue does to the product: nothing, or an activation of gate and up columns in this order."""
+
+    act: Activation | None = None
+    interleaved: bool = False
+    columns: int = 1  # of w for one of h
+    planes: int = 1  # that w has for the kernel
+
+    def variant(self, stage: str, given: Operands, suffix: str) -> GroupedVariant:
+        """Return the kernel of these operands."""
+        name = stage + given.suffix + suffix + "-interleaved" * self.interleaved
+        return _variant(name, self.act and self.act.kind)
+
+
+_PLAIN = Fused()
+
+
+@cache
+def _fused(interleaved: bool, kind: str, *numbers: float) -> Fused:
+    act = Activation(kind, *numbers) if kind else None
+    columns = 1 if act is None else act.planes
+    return Fused(act, interleaved, columns, 1 if interleaved else columns)
 
 
 def _op(run: Callable[..., Any]) -> Any:
@@ -74,42 +105,46 @@ def grouped_mm(
     x_scale: Tensor | None = None, w_scale: Tensor | None = None, dynamic: bool = False,
 ) -> Tensor:  # fmt: skip
     """x: [M, K], w: [E, K, N], contiguous in either, given e4m3 in K -> [M, N] bf16."""
-    w = w.transpose(1, 2).unsqueeze(1)
-    given, groups = Operands(_aligned(x), readable(w), x_scale, w_scale), Groups(offs, alignment)
+    groups = Groups(offs, alignment)
+    given = Operands(_aligned(x), readable(split(w, 1)), x_scale, w_scale)
     return _activated(quantized(given, groups) if dynamic else given, groups, bias)[0]
 
 
 @_op
 def grouped_activation(
     x: Tensor, w: Tensor, offs: Tensor | None, alignment: int, bias: Tensor | None, kind: str,
-    numbers: Sequence[float], saves: bool, x_scale: Tensor | None = None,
+    numbers: Sequence[float], interleaved: bool, saves: bool, x_scale: Tensor | None = None,
     w_scale: Tensor | None = None, dynamic: bool = False, quantizes: bool = False,
     row_scale: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """x: [M, H], w: [E, P, I, H] -> h [M, I] bf16 or e4m3; gu [M, P, I] or h's scales by block. kind: "" is none."""
-    given = Operands(x, readable(w, not quantizes), x_scale, w_scale)
-    groups, act = Groups(offs, alignment), _activation(kind, *numbers) if kind else None
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """x: [M, H], w: [E, H, P*I] -> h [M, I] bf16 or e4m3; gu [M, P*I]; h's scales by block. kind: "" is none."""
+    groups, fused = Groups(offs, alignment), _fused(interleaved, kind, *numbers)
+    given = Operands(x, split(w, fused.planes), x_scale, w_scale)
     given = quantized(given, groups) if dynamic else given
-    return _activated(given, groups, bias, act, saves, quantizes, row_scale)
+    return _activated(given, groups, bias, fused, saves, quantizes, row_scale)
 
 
 @_op
 def grouped_activation_gradient(
     dy: Tensor, w: Tensor, gu: Tensor, offs: Tensor | None, alignment: int, kind: str,
-    numbers: Sequence[float], row_scale: Tensor | None = None,
+    numbers: Sequence[float], interleaved: bool, dy_scale: Tensor | None = None,
+    w_scale: Tensor | None = None, dynamic: bool = False, row_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dy: [M, H], w: [E, H, I], contiguous in either, gu: [M, P, I] -> dgu [M, P, I], h [M, I], row_scale's [M]."""
-    groups, act = Groups(offs, alignment), _activation(kind, *numbers)
-    w = w.transpose(1, 2).unsqueeze(1)
-    variant = _variant("gradient" + _major(w) + "-scales" * (row_scale is not None), kind)
+    """dy: [M, H], w: [E, H, I], contiguous in either, gu: [M, P*I] -> dgu [M, P*I], h [M, I], row_scale's [M]."""
+    groups, fused = Groups(offs, alignment), _fused(interleaved, kind, *numbers)
+    given = Operands(_aligned(dy), split(w, 1), dy_scale, w_scale)
+    given = quantized(given, groups) if dynamic else given
+    variant = fused.variant("gradient", given, "-scales" * (row_scale is not None))
     machine = machine_of(dy.device, variant)
     if machine is None:
-        made = reference.gradient(dy, w[:, 0].transpose(1, 2), gu, groups, act, row_scale)
+        assert fused.act is not None
+        call = *dequantized(given, groups), gu, groups, fused.act, row_scale, interleaved
+        made = reference.gradient(*call)
         return made[0].bfloat16(), made[1].bfloat16(), made[2]
-    dgu, h, d_scale = _empty_gradients(gu, row_scale)
-    gemm = Gemm(Operands(_aligned(dy), w), groups, dgu, activation=act, gu=gu, h=h)
+    dgu, h, d_scale = _empty_gradients(gu, w, row_scale)
+    gemm = Gemm(given, groups, dgu, None, fused.act, interleaved, gu=gu, h=h)
     if row_scale is not None:
-        parts = d_scale.new_zeros(len(gu), -(-gu.shape[2] // TILE_COLUMNS) + 1)
+        parts = d_scale.new_zeros(len(gu), -(-h.shape[1] // TILE_COLUMNS) + 1)
         gemm.row_scale, gemm.d_scale = row_scale, parts
     _run(machine, variant, gemm)
     return dgu, h, d_scale if row_scale is None else parts.sum(1)
@@ -117,19 +152,17 @@ def grouped_activation_gradient(
 
 @_op
 def grouped_mlp(
-    x: Tensor, w13: Tensor, w2: Tensor, offs: Tensor | None, alignment: int, b13: Tensor | None,
-    b2: Tensor | None, kind: str, numbers: Sequence[float], saves: bool, dynamic: bool = False,
-    row_scale: Tensor | None = None,
+    x: Tensor, w_up: Tensor, w_down: Tensor, offs: Tensor | None, alignment: int,
+    b_up: Tensor | None, b_down: Tensor | None, kind: str, numbers: Sequence[float],
+    interleaved: bool, saves: bool, dynamic: bool = False, row_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """x: [M, H], w13: [E, P, I, H], w2: [E, H, I] -> y [M, H], gu [M, P, I]. dynamic: h is e4m3, it does not save."""
-    groups, act = Groups(offs, alignment), _activation(kind, *numbers)
-    first = Operands(x, readable(w13))
-    if not dynamic:
-        h, gu = _activated(first, groups, b13, act, saves, False, row_scale)
-        return _activated(Operands(h, w2.unsqueeze(1)), groups, b2)[0], gu
-    h, h_scale = _activated(quantized(first, groups), groups, b13, act, False, True, row_scale)
-    second = quantized(Operands(h, w2.unsqueeze(1), h_scale), groups)
-    return _activated(second, groups, b2)[0], x.new_empty(0)
+    """x: [M, H], w_up: [E, H, P*I], w_down: [E, I, H] -> y [M, H], gu [M, P*I]. dynamic: h is e4m3."""
+    groups, fused = Groups(offs, alignment), _fused(interleaved, kind, *numbers)
+    first = Operands(x, split(w_up, fused.planes))
+    first = quantized(first, groups) if dynamic else first
+    h, gu, scale = _activated(first, groups, b_up, fused, saves, dynamic, row_scale)
+    second = Operands(h, split(w_down, 1), scale if dynamic else None)
+    return _activated(quantized(second, groups) if dynamic else second, groups, b_down)[0], gu
 
 
 @_op
@@ -167,31 +200,27 @@ def grouped_wgrad_add(
 
 
 def _activated(
-    given: Operands, groups: Groups, bias: Tensor | None, act: Activation | None = None,
+    given: Operands, groups: Groups, bias: Tensor | None, fused: Fused = _PLAIN,
     saves: bool = False, quantizes: bool = False, row_scale: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return h, or the product if there is no activation; and gu, or the scales of h."""
-    stage = "product" if act is None else "saving" if saves else "activation"
-    stage += given.suffix + _major(given.w) + ("-quantizes" if quantizes else "")
-    variant = _variant(stage, act and act.kind)
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return h, or the product if there is no activation; gu; the scales of h."""
+    if quantizes:
+        given = given._replace(w=readable(given.w, columns=False))
+    stage = "product" if fused.act is None else "saving" if saves else "activation"
+    variant = fused.variant(stage, given, "-quantizes" * quantizes)
     machine = machine_of(given.x.device, variant)
+    width = given.w.shape[1] * given.w.shape[2]
+    h, gu, scale = _empty_hidden(given.x, width, len(given.w), fused, saves, quantizes)
     if machine is None:
-        call = *dequantized(given, groups), groups, bias, act, row_scale
+        call = *dequantized(given, groups), groups, bias, fused.act, row_scale, fused.interleaved
+        wide, pre = reference.activation(*call)
         if quantizes:
-            return rows_by_group(reference.activation(*call)[0], groups, given.w.shape[0])
-        h, gu = reference.activation(*call)
-        return h.bfloat16(), gu.bfloat16() if saves else given.x.new_empty(0, dtype=torch.bfloat16)
-    h, beside = _empty_hidden(given.x, given.w, saves, quantizes)
-    scale = beside if quantizes else None
-    gemm = Gemm(
-        given, groups, h, _fp32(bias), act, beside if saves else None, None, scale, row_scale
-    )
+            h, scale = rows_by_group(wide, groups, given.w.shape[0])
+        return h if quantizes else wide.bfloat16(), pre.bfloat16() if saves else gu, scale
+    gemm = Gemm(given, groups, h, _fp32(bias), *fused[:2], row_scale=row_scale)
+    gemm.gu, gemm.out_scale = gu if saves else None, scale if quantizes else None
     _run(machine, variant, gemm)
-    return h, beside
-
-
-def _major(w: Tensor) -> str:
-    return "" if by_k(w) else "-columns"
+    return h, gu, scale
 
 
 def _run(machine: Any, variant: GroupedVariant, gemm: Gemm) -> None:
@@ -199,18 +228,22 @@ def _run(machine: Any, variant: GroupedVariant, gemm: Gemm) -> None:
         machine.run(variant, gemm)
 
 
-def _empty_hidden(x: Tensor, w: Tensor, saves: bool, quantizes: bool) -> tuple[Tensor, Tensor]:
-    rows, (num, planes, width, _) = x.shape[0], w.shape
-    h = x.new_empty(rows, width, dtype=E4M3 if quantizes else torch.bfloat16)
-    if quantizes:
-        return h, x.new_empty(num_groups(width), num_places(rows, num), dtype=torch.float32)
-    shape = (rows, planes, width) if saves else (0,)
-    return h, x.new_empty(shape, dtype=torch.bfloat16)
+def _empty_hidden(
+    x: Tensor, width: int, num: int, fused: Fused, saves: bool, quantizes: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """width: of w's columns, P*I."""
+    rows, of_h = len(x), width // fused.columns
+    h = x.new_empty(rows, of_h, dtype=E4M3 if quantizes else torch.bfloat16)
+    gu = x.new_empty((rows, width) if saves else (0,), dtype=torch.bfloat16)
+    places = (num_groups(of_h), num_places(rows, num)) if quantizes else (0,)
+    return h, gu, x.new_empty(places, dtype=torch.float32)
 
 
-def _empty_gradients(gu: Tensor, row_scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def _empty_gradients(
+    gu: Tensor, w: Tensor, row_scale: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
     rows = gu.new_empty(0 if row_scale is None else len(gu), dtype=torch.float32)
-    return torch.empty_like(gu), _rows_like(gu, gu.shape[2]), rows
+    return _rows_like(gu, gu.shape[1]), _rows_like(gu, w.shape[2]), rows
 
 
 def _empty_weights(
@@ -237,13 +270,19 @@ def _fp32(bias: Tensor | None) -> Tensor | None:
 
 _shapes = torch.library.register_fake
 _shapes("megamoe::grouped_mm")(lambda x, w, *_: _rows_like(x, w.shape[2]))
-_shapes("megamoe::grouped_activation")(  # torch leaves defaults out
-    lambda x, w, *rest: _empty_hidden(x, w, rest[5], len(rest) > 9 and rest[9])
+_shapes("megamoe::grouped_activation")(
+    lambda x, w, offs, alignment, bias, kind, numbers, interleaved, saves, *rest: _empty_hidden(
+        *(x, w.shape[2], len(w), _fused(interleaved, kind, *numbers), saves),
+        len(rest) > 3 and rest[3],  # torch leaves defaults out
+    )
 )
 _shapes("megamoe::grouped_activation_gradient")(
-    lambda dy, w, gu, *rest: _empty_gradients(gu, rest[4] if len(rest) == 5 else None)
+    lambda dy, w, gu, *rest: _empty_gradients(gu, w, rest[8] if len(rest) == 9 else None)
 )
 _shapes("megamoe::grouped_mlp")(
-    lambda x, w, w2, *rest: (_rows_like(x, w2.shape[1]), _empty_hidden(x, w, rest[6], False)[1])
+    lambda x, w, w_down, *rest: (
+        _rows_like(x, w_down.shape[2]),
+        _rows_like(x, w.shape[2]) if rest[7] else x.new_empty(0),
+    )
 )
 _shapes("megamoe::grouped_wgrad")(lambda a, b, offs, alignment, *rest: _empty_weights(a, b, *rest))

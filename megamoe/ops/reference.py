@@ -41,30 +41,40 @@ def grouped_product(x: Tensor, w: Tensor, groups: Groups, bias: Tensor | None) -
 
 
 def activation(
-    x: Tensor, w: Tensor, groups: Groups, bias: Tensor | None, act: Any, scale: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """x: [M, H], w: [E, P, I, H], bias: [E, P*I] -> h [M, I], pre-activations [M, P, I], both fp32."""
-    gu = product(x, w.flatten(1, 2).transpose(1, 2), groups, bias)
-    return groups.times(gu if act is None else act(gu), scale), gu.unflatten(
-        1, (w.shape[1], w.shape[2])
-    )
+    x: Tensor, w: Tensor, groups: Groups, bias: Tensor | None, act: Any, scale: Tensor | None,
+    interleaved: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """x: [M, H], w: [E, H, P*I], bias: [E, P*I] -> h [M, I], pre-activations [M, P*I], both fp32.
+
+    interleaved: gate and up columns alternate.
+    """
+    gu = product(x, w, groups, bias)
+    return groups.times(gu if act is None else act(_halves(gu, interleaved)), scale), gu
 
 
 def gradient(
-    dy: Tensor, w: Tensor, gu: Tensor, groups: Groups, act: Activation, scale: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dy: [M, H], w: [E, H, I], gu: [M, P, I] -> as through(); rows of no expert are zeros."""
+    dy: Tensor, w: Tensor, gu: Tensor, groups: Groups, act: Activation, scale: Tensor | None,
+    interleaved: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dy: [M, H], w: [E, H, I], gu: [M, P*I] -> as through(); rows of no expert are zeros."""
     inside = groups.of_rows(gu)[1][:, None]
-    made = through(act, gu.where(inside[..., None], 0), product(dy, w, groups, None), groups, scale)
-    return made[0].view_as(gu), *made[1:]
+    return through(
+        act, gu.where(inside, 0), product(dy, w, groups, None), groups, scale, interleaved
+    )
 
 
 def through(
-    act: Activation, gu: Tensor, dh: Tensor, groups: Groups, scale: Tensor | None
+    act: Activation, gu: Tensor, dh: Tensor, groups: Groups, scale: Tensor | None, interleaved: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """gu: [M, P, I], dh: [M, I], scale: [M] -> dgu [M, P*I], scaled h [M, I], d_scale [M]; fp32, differentiable."""
-    dgu, h = activation_gradient(act, gu.flatten(1).float(), groups.times(dh, scale))
+    """gu: [M, P*I], dh: [M, I], scale: [M] -> dgu, scaled h [M, I], d_scale [M]; fp32, differentiable."""
+    dgu, h = activation_gradient(act, _halves(gu.float(), interleaved), groups.times(dh, scale))
+    dgu = dgu.unflatten(1, (2, -1)).transpose(1, 2).flatten(1) if interleaved else dgu
     return dgu, groups.times(h, scale), (dh * h).sum(1) if scale is not None else dh.new_empty(0)
+
+
+def _halves(gu: Tensor, interleaved: bool) -> Tensor:
+    """Return gate columns, then up columns."""
+    return gu.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1) if interleaved else gu
 
 
 def activation_gradient(act: Activation, gu: Tensor, dh: Tensor) -> tuple[Tensor, Tensor]:

@@ -257,7 +257,7 @@ def test_one_expert_without_offs():
 
 
 def halves(gu: Tensor, alternate: bool) -> Tensor:
-    return torch.cat((gu[:, ::2], gu[:, 1::2]), 1) if alternate else gu
+    return torch.cat((gu[..., ::2], gu[..., 1::2]), -1) if alternate else gu
 
 
 @pytest.mark.parametrize("glu", ["halves", "interleaved"])
@@ -286,9 +286,10 @@ def test_activation_and_its_gradient(name, glu):
     assert not again[offs[-1] :].any()
 
 
+@pytest.mark.parametrize("glu", ["halves", "interleaved"])
 @pytest.mark.parametrize("name", NAMES)
-def test_weights_are_read_as_they_lie(name, monkeypatch):
-    """Contiguous in K or in N, by a kernel of each: the same bits."""
+def test_weights_are_read_as_they_lie(name, glu, monkeypatch):
+    """Contiguous in K or in N, gate and up halves or neighbours, by a kernel of each: the same bits, in their order."""
     ran: list[str] = []
     run = machines.Fibers.run
     monkeypatch.setattr(
@@ -298,17 +299,30 @@ def test_weights_are_read_as_they_lie(name, monkeypatch):
     act = ACTIVATIONS[name]
     x, bias = rand(rows, H), torch.randn(num, act.planes * I)
     w_up, mat_b = rand(num, H, act.planes * I, scale=0.2), rand(num, H, I, scale=0.2)
+    alternate = glu == "interleaved" and act.gated
+    of_halves = {"offs": offs, "bias": halves(bias, alternate), "return_pre": True}
+    *expected, pre = (
+        *ops.grouped_mm_act(x, halves(w_up, alternate), name, **of_halves),
+        rand(rows, act.planes * I),
+    )
+    of_dact = ops.grouped_mm_dact(x, mat_b, halves(pre, alternate), name, offs=offs)
+    ran.clear()
     for saves in (False, True):
-        options = {"offs": offs, "bias": bias, "return_pre": saves}
-        found = [ops.grouped_mm_act(x, w, name, **options) for w in of_either_major(w_up)]
-        for f, e in zip(*((h if saves else (h,)) for h in found), strict=True):
-            assert torch.equal(f, e)
-    pre = rand(rows, act.planes * I)
-    dact = [ops.grouped_mm_dact(x, w, pre, name, offs=offs) for w in of_either_major(mat_b)]
-    for f, e in zip(*dact, strict=True):
-        assert torch.equal(f, e)
+        options = {"offs": offs, "bias": bias, "return_pre": saves, "glu": glu}
+        for w in of_either_major(w_up):
+            found = ops.grouped_mm_act(x, w, name, **options)
+            h, *gu = found if saves else (found,)
+            assert torch.equal(h, expected[0])
+            assert all(torch.equal(halves(t, alternate), expected[1]) for t in gu)
+    for w in of_either_major(mat_b):
+        d_pre, h = ops.grouped_mm_dact(x, w, pre, name, offs=offs, glu=glu)
+        assert torch.equal(halves(d_pre, alternate), of_dact[0])
+        assert torch.equal(h, of_dact[1])
+    order = "-interleaved" * alternate
     stages = ("activation", "saving", "gradient")
-    assert ran == [f"grouped-{s}{major}-{act.kind}" for s in stages for major in ("-columns", "")]
+    assert ran == [
+        f"grouped-{s}{major}{order}-{act.kind}" for s in stages for major in ("-columns", "")
+    ]
 
 
 def of_either_major(w: Tensor) -> tuple[Tensor, Tensor]:
@@ -586,7 +600,99 @@ def test_e4m3_by_channel(name):
     mlp_of_e4m3(name, by_channel=True)
 
 
+def act_and_gradient(of: str, glu: str, name: str = QUICK) -> None:
+    """Of e4m3 operands: h in bf16, or in e4m3 beside the pre-activations, and the gradient of these."""
+    act, (hidden, width) = ACTIVATIONS[name], (272, 144)
+    offs, num, rows = case()
+    by_channel, end = of == "by channel", int(offs[-1])
+    alternate = glu == "interleaved" and act.gated
+    x, w = rand(rows, hidden), rand(num, hidden, act.planes * width, scale=0.1)
+    dy, mat_b = rand(rows, hidden), rand(num, hidden, width, scale=0.1)
+    bias, scale = torch.randn(num, act.planes * width), torch.rand(rows) + 0.1
+    given: list[dict] = []
+    wide = []
+    for a, b, planes in (x, w, 1 if alternate else act.planes), (dy, mat_b, 1):
+        *q, q_wide = quantized_rows(a, offs, by_channel)
+        *wq, w_wide = quantized(b, planes, by_channel)
+        of_rows = recipe_of("BlockWise1x128", by_channel)
+        scales_of = q[1], of_rows, wq[1], recipe_of("BlockWise128x128", by_channel)
+        given.append({"scales": scales_of} if of != "recipe" else {"recipe": "blockwise"})
+        wide.append((q_wide, w_wide))
+        if of == "recipe":
+            q, wq = (a,), (b,)
+        given[-1] |= {"operands": (q[0], wq[0])}
+    options = {"activation": name, "offs": offs, "glu": glu}
+    call = {**options, "scales": given[0].get("scales", ()), "recipe": given[0].get("recipe")}
+    pair = given[0]["operands"]
+    h, pre = ops.grouped_mm_act(*pair, bias=bias, return_pre=True, **call)
+    expected = exact(*wide[0], offs, bias)
+    near(pre, expected)
+    near(h, act(halves(expected, alternate)))
+    assert torch.equal(ops.grouped_mm_act(*pair, bias=bias, **call), h)
+    q, q_scale, again = ops.grouped_mm_act(
+        *pair, bias=bias, return_pre=True, output_dtype=torch.float8_e4m3fn, **call
+    )
+    assert torch.equal(again, pre)
+    plain = ops.grouped_mm_act(*pair, bias=bias, output_dtype=torch.float8_e4m3fn, **call)
+    assert torch.equal(plain[0].view(torch.uint8), q.view(torch.uint8))
+    by_row = scales.by_row(q_scale, Groups(offs), q, num)
+    near(by_row[:end], quantize_rows(act(halves(expected, alternate)))[1][:end], 1e-5)
+    near(dequantize_rows(q, by_row)[:end], h[:end], 4e-2)
+
+    call |= {"scales": given[1].get("scales", ())}
+    d_pre, h, d_scale = ops.grouped_mm_dact(*given[1]["operands"], pre, row_scale=scale, **call)
+    leaf, factor = pre.double().requires_grad_(), scale.double().requires_grad_()
+    again = factor[:, None] * act(halves(leaf, alternate))
+    again.backward(exact(*wide[1], offs))
+    near(d_pre, leaf.grad, 4e-3)
+    near(h[:end], again[:end].detach())
+    near(d_scale, factor.grad, 4e-3)
+    for t in (pre, q.float(), d_pre, h, d_scale):
+        assert not t[end:].any()
+
+
+ACTS = [("by block", "halves"), ("by channel", "interleaved"), ("recipe", "interleaved")]
+SLOW_ACTS = [(of, glu, name) for of, glu in ACTS for name in ACTIVATIONS if name != QUICK]
+
+
+@pytest.mark.parametrize("how", ["emulate", "auto"])
+@pytest.mark.parametrize(("of", "glu"), ACTS)
+def test_activation_of_e4m3_and_its_gradient(of, glu, how, monkeypatch):
+    monkeypatch.setenv("MEGAMOE_BACKEND", how)
+    act_and_gradient(of, glu)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("of", "glu", "name"), SLOW_ACTS)
+def test_other_activations_of_e4m3(of, glu, name):
+    act_and_gradient(of, glu, name)
+
+
 COLUMNS = "epilogue/column_scales.cuh"
+INTERLEAVED = {
+    "h of another lane": (
+        *("epilogue/activation.cuh", "quad == 1 || quad == 2 ? 3 - quad : quad", "quad"),
+    ),
+    "h has scales of pre-activations": ("epilogue/elementwise.cuh", "group /= 2, width", "width"),
+    "gradients lie as halves": (
+        *("epilogue/activation_gradient.cuh", "interleave(pair.dgu[0], pair.dgu[1]);", ""),
+    ),
+    "pre-activations of the first half again": (
+        "epilogue/activation_gradient.cuh",
+        "2 * column + plane * slot_columns",
+        "2 * column",
+    ),
+}
+
+
+@pytest.mark.flaws
+@pytest.mark.parametrize("flaw", names(INTERLEAVED))
+def test_a_flaw_of_interleaved_columns_is_seen(flaw, monkeypatch, tmp_path):
+    plant(INTERLEAVED[flaw], monkeypatch, tmp_path)
+    with pytest.raises(SEEN):
+        act_and_gradient("by channel", "interleaved")
+
+
 FLAWS = {
     "up has gate's scales": (COLUMNS, "halves.plane(half)", "halves.plane(0)"),
     "another expert's scales": (COLUMNS, "tile.expert()", "0"),

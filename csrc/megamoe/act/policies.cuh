@@ -114,4 +114,18 @@ struct Relu2 {
     }
 };
 
+// One of these, of gate and up columns that alternate, gate first, in weights and pre-activations.
+template <class Activation>
+struct Interleaved : Activation {};
+template <class Activation>
+constexpr bool is_interleaved = false;
+template <class Activation>
+constexpr bool is_interleaved<Interleaved<Activation>> = true;
+// Two columns of gate and of up as neighbours, in bf16, or these as two of each: it is its own inverse.
+MEGAMOE_DEVICE void interleave(uint32_t& first, uint32_t& second) {
+    uint32_t low = arch::prmt(first, second, 0x5410);
+    second = arch::prmt(first, second, 0x7632);
+    first = low;
+}
+
 }  // namespace megamoe

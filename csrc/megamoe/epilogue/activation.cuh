@@ -20,4 +20,39 @@ struct ActivationEpilogue : Elementwise<S, Rows, Activation::gated ? 1 : 2> {
     }
 };
 
+// The same where gate and up columns alternate: neighbours in a thread's sums, so a tile is 256 columns of
+// one plane, and 128 of h.
+template <class S, class Activation, class Rows>
+struct ActivationEpilogue<S, Interleaved<Activation>, Rows> : Elementwise<S, Rows, 1> {
+    static constexpr int planes = 1, columns = S::columns;
+    static constexpr bool multiplies_rows = true, interleaved = true;
+
+    template <class T>
+    static MEGAMOE_DEVICE Destination output(const Context& ctx, const Tile& tile, int slot) {
+        const auto& gemm = gemm_of<T>(ctx.args, tile.gemm);
+        return {gemm.out, tile.n * S::half_columns + slot * Elementwise<S, Rows, 1>::slot_columns,
+                gemm.n / 2};
+    }
+    // Of eight columns of h a thread makes those of its place in the quad, and four behind it: a and b. As
+    // sums, it has two neighbours instead. Each lane sends one of both, then the other.
+    template <int n>
+    static MEGAMOE_DEVICE void transform(const Args& args, float (&sum)[2][n]) {
+        int lane = arch::lane_idx(), quad = lane & 3, first = lane & ~3;
+        int from = first + (quad == 1 || quad == 2 ? 3 - quad : quad);  // 0 2 1 3
+        int then = first + (quad < 2 ? 2 * quad + 1 : 2 * quad - 4);    // 1 3 0 2
+        MEGAMOE_UNROLL
+        for (int g = 0; g < n / 4; ++g) {
+            MEGAMOE_UNROLL
+            for (int i = 0; i < 2; ++i) {
+                const float* v = sum[g / (n / 8)] + g % (n / 8) * 8 + 2 * i;
+                float a = Activation::apply(args, v[0], v[1]), b = Activation::apply(args, v[4], v[5]);
+                float one = arch::shfl(quad % 2 != 0 ? b : a, from);
+                float two = arch::shfl(quad % 2 != 0 ? a : b, then);
+                sum[0][4 * g + 2 * i] = quad < 2 ? one : two;
+                sum[0][4 * g + 2 * i + 1] = quad < 2 ? two : one;
+            }
+        }
+    }
+};
+
 }  // namespace megamoe

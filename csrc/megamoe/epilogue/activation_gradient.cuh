@@ -8,6 +8,8 @@
 //
 // `Rows`: gemm2's A. Where it has scales, each half of dgu goes there too, one output slot a plane, made from
 // the values rounded to bf16. They take the registers of the sums that they were made of.
+//
+// Interleaved<>: b has the 128 columns of a slot's 64 of h, in their order, and so have gu and dgu in memory.
 #pragma once
 #include "megamoe/act/policies.cuh"
 #include "megamoe/epilogue/elementwise.cuh"
@@ -20,6 +22,7 @@ struct ActivationGradientEpilogue {
     static constexpr int planes = 1, columns = S::columns;  // of dh
     static constexpr int slot_columns = slot_k_bytes / 2, inputs = columns / slot_columns;
     static constexpr int gu_planes = Activation::gated ? 2 : 1;
+    static constexpr bool interleaved = is_interleaved<Activation>;
 
     static constexpr int inputs_of_half = inputs / 2;
     static constexpr bool reuses_inputs = true;
@@ -53,9 +56,8 @@ struct ActivationGradientEpilogue {
         for (int plane = 0; plane < gu_planes; ++plane) {
             MEGAMOE_UNROLL_BY(1)
             for (int box = 0; box < boxes(tile); ++box)
-                arch::tma_load_2d(slot.b[plane] + box * box_bytes, maps + plane, full,
-                                  tile.n * columns + input * slot_columns,
-                                  row0<T>(tile) + box * warpgroup_rows);
+                arch::tma_load_2d(slot.b[plane] + box * box_bytes, maps + (interleaved ? 0 : plane), full,
+                                  gu_column(tile, input, plane), row0<T>(tile) + box * warpgroup_rows);
         }
     }
     // One thread stores what run() has left in the slot.
@@ -69,8 +71,12 @@ struct ActivationGradientEpilogue {
         for (int box = 0; box < boxes(tile); ++box) {
             int row = box * warpgroup_rows;
             MEGAMOE_UNROLL_BY(1)
-            for (int plane = 0; plane < gu_planes; ++plane)
-                store_rows<T>(&gemm.out[plane], slot.b[plane] + box * box_bytes, column, tile, row);
+            for (int plane = 0; plane < gu_planes; ++plane) {
+                int to = gu_column(tile, input, plane);
+                if (interleaved && to >= 2 * gemm.n) continue;
+                store_rows<T>(&gemm.out[interleaved ? 0 : plane], slot.b[plane] + box * box_bytes, to, tile,
+                              row);
+            }
             store_rows<T>(&launch_args<T>(ctx.args).hs, slot.a + box * box_bytes, column, tile, row);
         }
     }
@@ -81,6 +87,7 @@ struct ActivationGradientEpilogue {
         const Args& args = ctx.args;
         Fragment f;
         int group_row = math_warpgroup() * warpgroup_rows, row = row0<T>(tile) + group_row + f.row;
+        if constexpr (T::Gemm1::B::column_scales) ColumnScales<T>::multiply(ctx, sum, f);
         constexpr bool weighted = T::Sums::of_rows;
         float s[2] = {1.0f, 1.0f};
         if constexpr (weighted) {
@@ -110,12 +117,20 @@ struct ActivationGradientEpilogue {
                     MEGAMOE_UNROLL
                     for (int i = 0; i < 2; ++i) {
                         int at = swizzled(f.row, 2 * f.column(g)) + i * 8 * slot_k_bytes;
-                        uint32_t gate = *reinterpret_cast<const uint32_t*>(gates + at);
-                        uint32_t up = Activation::gated ? *reinterpret_cast<const uint32_t*>(ups + at) : 0;
-                        Pair pair = differentiate(args, gate, up, &sum[0][4 * g + 2 * i], s[i], d_s[i]);
-                        *reinterpret_cast<uint32_t*>(gates + at) = made[0][i][g] = pair.dgu[0];
-                        if constexpr (Activation::gated)
-                            *reinterpret_cast<uint32_t*>(ups + at) = made[1][i][g] = pair.dgu[1];
+                        auto* gate = reinterpret_cast<uint32_t*>(gates + at);
+                        auto* up = reinterpret_cast<uint32_t*>(ups + at);
+                        if constexpr (interleaved) {
+                            constexpr int of_box = pairs_of_slot / 2;
+                            int there = swizzled(f.row, 4 * f.column(g % of_box)) + i * 8 * slot_k_bytes;
+                            gate = reinterpret_cast<uint32_t*>((g < of_box ? gates : ups) + there);
+                            up = gate + 1;
+                        }
+                        uint32_t first = *gate, second = Activation::gated ? *up : 0;
+                        if constexpr (interleaved) interleave(first, second);
+                        Pair pair = differentiate(args, first, second, &sum[0][4 * g + 2 * i], s[i], d_s[i]);
+                        if constexpr (interleaved) interleave(pair.dgu[0], pair.dgu[1]);
+                        *gate = made[0][i][g] = pair.dgu[0];
+                        if constexpr (Activation::gated) *up = made[1][i][g] = pair.dgu[1];
                         *reinterpret_cast<uint32_t*>(hs + at) = pair.hs;
                     }
                 }
@@ -134,6 +149,11 @@ struct ActivationGradientEpilogue {
     }
 
   protected:
+    // Of gu and dgu: where an input's gate or up columns begin, or its first or second 64 of both.
+    static MEGAMOE_DEVICE int gu_column(const Tile& tile, int input, int plane) {
+        int column = tile.n * columns + input * slot_columns;
+        return interleaved ? 2 * column + plane * slot_columns : column;
+    }
     // Of columns that a thread has in a row.
     static constexpr int pairs = S::half_columns / 8, pairs_of_slot = slot_columns / 8;
     struct Dgu {

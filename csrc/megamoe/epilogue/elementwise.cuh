@@ -36,7 +36,7 @@ struct Destination {
 template <class S, class Rows, int halves_>
 struct Elementwise {
     using Out = Rows;
-    static constexpr bool elementwise = true, saves = false, multiplies_rows = false;
+    static constexpr bool elementwise = true, saves = false, multiplies_rows = false, interleaved = false;
     static constexpr int halves = halves_, inputs = 0;
     static constexpr int columns = halves * S::half_columns;
     static constexpr int slot_columns = slot_k_bytes / Out::element_bytes;
@@ -96,10 +96,11 @@ MEGAMOE_DEVICE void add_bias(float (&v)[n], const float* bias, int column0, int 
 template <class T, bool wide = false>
 MEGAMOE_DEVICE float* scales_of_half(const Context& ctx, const Tile& tile, int half) {
     const auto& gemm = gemm_of<T>(ctx.args, tile.gemm);
-    int group = halves_of<T>(tile.gemm, tile.n).column0 / scale_group + half;
+    int group = halves_of<T>(tile.gemm, tile.n).column0 / scale_group + half, width = gemm.n;
+    if constexpr (T::Gemm1::Epilogue::interleaved) group /= 2, width /= 2;  // of h, whose tile has one half
     float* scales = gemm.out_scale + int64_t{group} * ctx.args.pool_rows + scale_row0<T>(tile) +
                     (wide ? 0 : math_warpgroup() * warpgroup_rows);
-    return group < ceil_div(gemm.n, scale_group) ? scales : nullptr;
+    return group < ceil_div(width, scale_group) ? scales : nullptr;
 }
 
 template <class Out, class T, class Output>

@@ -30,12 +30,12 @@ using GroupedProduct = GroupedLayer<S, Rows, Weights, PlainEpilogue<S, Out>>;
 // h = activation(x w13); the second saves the pre-activations.
 template <class S, class Rows, class Weights, class Activation, class HiddenRows>
 using GroupedActivation = GroupedLayer<S, Rows, Weights, ActivationEpilogue<S, Activation, HiddenRows>>;
-template <class S, class Weights, class Activation>
-using GroupedSaving = GroupedLayer<S, Bf16Rows, Weights, SavingEpilogue<S, Activation, Bf16Rows>>;
+template <class S, class Rows, class Weights, class Activation, class HiddenRows>
+using GroupedSaving = GroupedLayer<S, Rows, Weights, SavingEpilogue<S, Activation, HiddenRows>>;
 // dgu = (dy w2) act'(gu), and h = act(gu); with GroupedScalingKind both times a factor for each row.
-template <class S, class Weights, class Activation, class Kind = GroupedKind>
+template <class S, class Rows, class Weights, class Activation, class Kind>
 using GroupedGradient =
-    GroupedLayer<S, Bf16Rows, Weights, ActivationGradientEpilogue<S, Activation, Bf16Rows>, Kind>;
+    GroupedLayer<S, Rows, Weights, ActivationGradientEpilogue<S, Activation, Bf16Rows>, Kind>;
 
 // A^T B of each expert's rows; or dw13 and dw2 over the rows that backward launches of several passes have
 // kept, bf16 or transposed e4m3.

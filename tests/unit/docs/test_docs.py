@@ -16,7 +16,8 @@ from programs import ROOT, tool
 
 import megamoe
 from bench import api_reference as reference
-from megamoe.jit.grouped import PRODUCTS, grouped_variants
+from megamoe.jit import grouped
+from megamoe.jit.grouped import ACTIVATIONS, PRODUCTS, grouped_variants
 
 CSRC = ROOT / "csrc" / "megamoe"
 MAX_COLUMNS = 120
@@ -170,21 +171,16 @@ def test_a_stale_part_is_seen(document, part, fresh, changed, tmp_path):
     assert stale.read_text() == text
 
 
-def grouped_kernels(text):
-    """Return the kernels of grouped.cuh that a text names; behind "grouped-a, -b" is grouped-b. A: any activation."""
-    named = re.sub(r",\s+-(?=[a-z])", ", grouped-", text)
-    return set(re.findall(r"grouped-[a-z0-9-]*[a-z0-9]", named))
-
-
 def test_each_grouped_kernel_is_named_where_kernels_are_exported():
     """Who exports some kernels for machines without a compiler has to know which a layer or an operator loads."""
-    found = {f"grouped-{product}" for product in PRODUCTS}
-    assert {str(v).removesuffix(f"-{v.activation}") for v in grouped_variants()} == found
-    pages = [(ROOT / name).read_text() for name in ("README.md", "docs/ops.md")]
-    assert grouped_kernels("\n".join(pages)) == found
-    assert grouped_kernels("grouped-product, -saving-A, -gone") == {
-        *("grouped-product", "grouped-saving", "grouped-gone"),
-    }
+    assert {v.product for v in grouped_variants()} == {*PRODUCTS}
+    table = (ROOT / "docs" / "ops.md").read_text().partition("grouped- stage ")[2]
+    named = set(re.findall(r"(?<![\w`])-[a-z0-9_-]+", table.partition("```")[0]))
+    parts = grouped._OPERANDS, grouped._OUTPUTS, grouped._KINDS, grouped._ORDERS
+    kinds = {f"-{kind}" for kind in ACTIVATIONS}
+    assert named - kinds == {name for part in parts for name in part if name}
+    readme = re.findall(r"grouped-(kept-[a-z0-9-]+)", (ROOT / "README.md").read_text())
+    assert {*readme} == {name for name in PRODUCTS if name.startswith("kept-")}
 
 
 def test_the_reference_has_what_python_sees():
