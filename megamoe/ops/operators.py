@@ -226,6 +226,8 @@ def _activated(
 def _run(machine: Any, variant: GroupedVariant, gemm: Gemm) -> None:
     if gemm.out.shape[0]:
         machine.run(variant, gemm)
+    elif gemm.out_scale is not None:
+        gemm.out_scale.zero_()
 
 
 def _empty_hidden(

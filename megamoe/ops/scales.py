@@ -1,8 +1,7 @@
 """Arrange the scales of e4m3 rows by block: [ceil(K/128), P] fp32, where each expert begins at a multiple of 128.
 
 The kernel loads 128 scales at a time from an aligned address, so they cannot be as dense as the rows: block b of the
-launch has the scales 128 b to 128 b + 127. P = 128 (M // 128 + E) has room for any offsets. Scales between the rows of
-two experts are undefined.
+launch has the scales 128 b to 128 b + 127. P = 128 (M // 128 + E) has room for any offsets. Scales of no row are zeros.
 """
 
 from __future__ import annotations

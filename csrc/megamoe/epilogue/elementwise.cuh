@@ -91,16 +91,21 @@ MEGAMOE_DEVICE void add_bias(float (&v)[n], const float* bias, int column0, int 
     }
 }
 
+// Scales of a row of the output.
+template <class T>
+MEGAMOE_DEVICE int scale_groups(int n) {
+    return ceil_div(T::Gemm1::Epilogue::interleaved ? n / 2 : n, scale_group);
+}
 // Where a warpgroup puts the scales of a half, which is one group; null if there is no such half. `wide`:
 // both warpgroups have the first one's rows.
 template <class T, bool wide = false>
 MEGAMOE_DEVICE float* scales_of_half(const Context& ctx, const Tile& tile, int half) {
     const auto& gemm = gemm_of<T>(ctx.args, tile.gemm);
-    int group = halves_of<T>(tile.gemm, tile.n).column0 / scale_group + half, width = gemm.n;
-    if constexpr (T::Gemm1::Epilogue::interleaved) group /= 2, width /= 2;  // of h, whose tile has one half
+    int group = halves_of<T>(tile.gemm, tile.n).column0 / scale_group + half;
+    if constexpr (T::Gemm1::Epilogue::interleaved) group /= 2;  // of h, whose tile has one half
     float* scales = gemm.out_scale + int64_t{group} * ctx.args.pool_rows + scale_row0<T>(tile) +
                     (wide ? 0 : math_warpgroup() * warpgroup_rows);
-    return group < ceil_div(width, scale_group) ? scales : nullptr;
+    return group < scale_groups<T>(gemm.n) ? scales : nullptr;
 }
 
 template <class Out, class T, class Output>
@@ -111,7 +116,12 @@ MEGAMOE_DEVICE void write_halves(const Context& ctx, const Tile& tile, int count
         if (half >= count) break;
         float* scales = nullptr;
         if constexpr (Out::scaled) scales = scales_of_half<T>(ctx, tile, half);
-        Out::write_half(output, sum[half], scales, f);
+        if constexpr (Out::scaled && !T::Blocks::in_pool) {
+            FirstRows rows{tile.rows() - math_warpgroup() * warpgroup_rows};
+            Out::write_half(output, sum[half], scales, f, rows);
+        } else {
+            Out::write_half(output, sum[half], scales, f);
+        }
     }
 }
 

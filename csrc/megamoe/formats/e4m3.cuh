@@ -51,12 +51,13 @@ struct E4m3RowsIn {
     }
 
     // One half as e4m3: one box, quantized per row (a half is exactly one group of 128), and its scales if
-    // the half exists.
-    template <class Output, int n>
-    static MEGAMOE_DEVICE void write_half(Output& output, const float (&v)[n], float* row_scale, Fragment f) {
+    // the half exists, of `rows`.
+    template <class Output, int n, class Rows = AllRows>
+    static MEGAMOE_DEVICE void write_half(Output& output, const float (&v)[n], float* row_scale, Fragment f,
+                                          Rows rows = {}) {
         write_group<n / 4>(
             output, row_scale, f, [&](int i, int g) { return v[4 * g + 2 * i]; },
-            [&](int i, int g) { return v[4 * g + 2 * i + 1]; });
+            [&](int i, int g) { return v[4 * g + 2 * i + 1]; }, rows);
     }
     // The same for 8 * groups columns of bf16: pairs[i][g] of a thread are those at f.column(g) of its row i.
     template <class Output, int groups>
@@ -64,12 +65,13 @@ struct E4m3RowsIn {
                                           float* row_scale, Fragment f) {
         write_group<groups>(
             output, row_scale, f, [&](int i, int g) { return arch::bf16_lo(pairs[i][g]); },
-            [&](int i, int g) { return arch::bf16_hi(pairs[i][g]); });
+            [&](int i, int g) { return arch::bf16_hi(pairs[i][g]); }, AllRows{});
     }
 
   private:
-    template <int groups, class Output, class Even, class Odd>
-    static MEGAMOE_DEVICE void write_group(Output& output, float* row_scale, Fragment f, Even even, Odd odd) {
+    template <int groups, class Output, class Even, class Odd, class Rows>
+    static MEGAMOE_DEVICE void write_group(Output& output, float* row_scale, Fragment f, Even even, Odd odd,
+                                           Rows rows) {
         uint8_t* box = output.claim();
         MEGAMOE_UNROLL
         for (int i = 0; i < 2; ++i) {
@@ -84,7 +86,7 @@ struct E4m3RowsIn {
                     arch::pack_e4m3x2(even(i, g) * inverse, odd(i, g) * inverse);
             }
             arch::put_float(row_scale + f.row + 8 * i, group.scale(), false,
-                            f.quad == 0 && row_scale != nullptr);
+                            f.quad == 0 && row_scale != nullptr && rows.has(f.row + 8 * i));
         }
         output.hand_over();
     }

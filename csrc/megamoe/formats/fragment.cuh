@@ -13,6 +13,15 @@ struct Fragment {  // this thread's rows and columns in its warpgroup's half
     MEGAMOE_DEVICE int column(int g) const { return 8 * g + 2 * quad; }
 };
 
+// Which of a warpgroup's rows have scales.
+struct AllRows {
+    MEGAMOE_DEVICE bool has(int) const { return true; }
+};
+struct FirstRows {
+    int num;
+    MEGAMOE_DEVICE bool has(int row) const { return row < num; }
+};
+
 // A Fragment where columns are the M of the MMAs, in the wide form of a tile: v[4*g + 2*i + j] is column 64 *
 // warpgroup + 16*(warp%4) + lane/4 + 8*i of the half, row 8*g + 2*(lane%4) + j.
 struct WideFragment {

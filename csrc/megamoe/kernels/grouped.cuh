@@ -66,7 +66,11 @@ MEGAMOE_DEVICE void run_grouped_role(Context& ctx, int warp) {
     }
     arch::registers_shrink<grouped_other_registers>();
     if (warp >= first_transport_warp) {
-        if constexpr (T::num_row_gemms != 0) clear_rest<T>(ctx);
+        if constexpr (T::num_row_gemms != 0) {
+            clear_rest<T>(ctx);
+            const auto& gemm = gemm_of<T>(ctx.args, GemmId::gemm1);
+            if (gemm.out_scale != nullptr) clear_scales<T>(ctx, gemm.out_scale, scale_groups<T>(gemm.n));
+        }
     } else if (arch::lane_idx() == 0) {
         PipelineRing<T> ring;
         OutputRing<T> output;

@@ -30,7 +30,22 @@ struct RoutesByExpert {
     }
 };
 
-// The transport warps of all CTAs: rows before each expert's first, and behind the last expert.
+// The transport warps of all CTAs: scales by block where no row is.
+template <class T>
+MEGAMOE_DEVICE void clear_scales(const Context& ctx, float* scales, int groups) {
+    const ExpertTable& table = ctx.smem.experts;
+    int first = transport_index(ctx) * 32 + arch::lane_idx(), stride = num_transports(ctx) * 32;
+    int num = ctx.args.num_local_experts, places = ctx.args.pool_rows;
+    MEGAMOE_UNROLL_BY(1)
+    for (int e = 0; e <= num; ++e) {
+        int begin = table.first_block[e] * T::Tiling::rows + (e < num ? table.rows(e) : 0);
+        int count = (e < num ? table.first_block[e + 1] * T::Tiling::rows : places) - begin;
+        MEGAMOE_UNROLL_BY(1)
+        for (int64_t i = first; i < int64_t{count} * groups; i += stride)
+            scales[i / count * places + begin + i % count] = 0.0f;
+    }
+}
+// And rows before each expert's first, and behind the last expert.
 template <class T>
 MEGAMOE_DEVICE void clear_rest(Context& ctx) {
     const auto& grouped = own<T>(ctx.args);
