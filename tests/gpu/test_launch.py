@@ -232,3 +232,28 @@ def test_no_tokens(precision):
     assert y_of(backend, *call).shape == (0, 512)
     backend.check()
     backend.close()
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_a_graph_of_few_tokens(quantized):
+    """The kernel for few tokens has the ordinary one's bits and statistics, whatever the count on the device is."""
+    problem, backend, (x, *rest) = make("fp8", 64)
+    ordinary = make("fp8", 64, few=False)[1]
+    count = torch.tensor([64], dtype=torch.int32, device="cuda")
+    rows = QuantizedRows(*quantize_rows(x)) if quantized else x
+    backend.prepare(rest[-1])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = y_of(backend, rows, *rest, num_tokens_device=count)
+        statistics = backend.statistics()
+    assert backend.window.last_launch[1] == "few"
+    for live in (64, 0, 1, 17, 64):
+        count.fill_(live)
+        graph.replay()
+        expected = y_of(ordinary, rows, *rest, num_tokens_device=count)
+        assert torch.equal(y[:live], expected[:live])
+        assert torch.equal(statistics.tokens_per_expert, ordinary.statistics().tokens_per_expert)
+        assert int(statistics.tokens_per_expert.sum()) == live * problem.top_k
+    for layer in (backend, ordinary):
+        layer.check()
+        layer.close()
