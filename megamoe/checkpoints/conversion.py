@@ -79,7 +79,7 @@ def convert(
         check_recipes(modules, configs, source, LAYOUTS[to], dynamic_activations)
         outputs = _outputs(tensors, modules, LAYOUTS[to])
         total = sum(output.num_bytes for output in outputs)
-        with _finished_at_once(target, total) as folder, _bar(total, progress) as written:
+        with finished_at_once(target, total) as folder, _bar(total, progress) as written:
             for path in sorted(source.iterdir()):
                 if _is_beside(path):
                     shutil.copyfile(path, folder / path.name)
@@ -197,7 +197,7 @@ def _of_experts(
 
 
 @contextmanager
-def _finished_at_once(target: Path, num_bytes: int) -> Iterator[Path]:
+def finished_at_once(target: Path, num_bytes: int) -> Iterator[Path]:
     """Yield a temporary folder that is renamed to `target` at the end and deleted after an error."""
     if target.exists() or target.is_symlink():
         raise ArgumentError("target", target, "a folder that does not exist yet")

@@ -154,7 +154,7 @@ def _blocks(numbers: int) -> int:
     return -(-numbers // SCALE_GROUP)
 
 
-def _per_expert(names: str, kinds: dict[str, str], gated: bool | None = None) -> tuple[Entry, ...]:
+def per_expert(names: str, kinds: dict[str, str], gated: bool | None = None) -> tuple[Entry, ...]:
     """names: of gate, up and down; kinds: their names behind these. gated: of up and down."""
     return tuple(
         Entry(f"{{n}}.{name}.{end}", (part,), kind, True if part == "gate" else gated)
@@ -166,7 +166,7 @@ def _per_expert(names: str, kinds: dict[str, str], gated: bool | None = None) ->
 def _fp8(name: str, names: str, kind: str, end: str, *methods: str, alike: bool = False) -> Layout:
     """kind, end: of its scales, and their name."""
     kinds = {"weight": "weight", kind: end} | ({"rows": "input_scale"} if alike else {})
-    entries = _per_expert(names, kinds, gated=True if names == MIXTRAL else None)
+    entries = per_expert(names, kinds, gated=True if names == MIXTRAL else None)
     return Layout(name, entries, ("weight", kind), alike=alike, methods=methods)
 
 
@@ -196,8 +196,8 @@ _LAYOUTS = (
             Entry("down_proj", ("down",)),
         ),
     ),
-    Layout("hf-per-expert", _per_expert(HF, {"weight": "weight"})),
-    Layout("mixtral", _per_expert(MIXTRAL, {"weight": "weight"}, gated=True)),
+    Layout("hf-per-expert", per_expert(HF, {"weight": "weight"})),
+    Layout("mixtral", per_expert(MIXTRAL, {"weight": "weight"}, gated=True)),
     Layout(
         "granite",
         (
@@ -217,7 +217,7 @@ _LAYOUTS = (
     ),
     Layout(
         "deepseek-mxfp4",
-        _per_expert(MIXTRAL, {"codes": "weight", "powers": "scale"}, gated=True),
+        per_expert(MIXTRAL, {"codes": "weight", "powers": "scale"}, gated=True),
         needs=("codes", "powers"),
         packed=("I8", "F8_E8M0"),
         methods=(_FP8,),

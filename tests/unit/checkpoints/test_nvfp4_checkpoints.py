@@ -43,7 +43,7 @@ def foreign(writer: str) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("writer", ["ModelOpt", "compressed-tensors"])
 def test_checkpoints_of_others(tmp_path, monkeypatch: pytest.MonkeyPatch, writer: str) -> None:
     """The program of docs/adapters.md reads them: two experts of a rank, gate and up with scales of their own."""
-    (program,) = programs("docs/adapters.md", "nvfp4")
+    program = "\n".join(programs("docs/adapters.md", "nvfp4"))
     program = program.replace("7168, 2048, 256, 8,", '160, 96, 4, 2, backend="staged", group=')
     tensors, module = foreign(writer), "model.layers.3.mlp"
     folder = tmp_path / "DeepSeek-R1-NVFP4"
@@ -61,6 +61,8 @@ def test_checkpoints_of_others(tmp_path, monkeypatch: pytest.MonkeyPatch, writer
             w, s, o = (tensors[f"{n}.{projection}.{end}"] for end in (packed, scale, outer))
             factor = o if writer == "ModelOpt" else 1 / o
             assert torch.equal(rows, plainly(w, s).float() * factor)
+    again = ExpertWeights.from_nvfp4(**read_nvfp4("DeepSeek-R1-NVFP4-new", module, range(4)))
+    assert torch.equal(again.dense(layer.problem, torch.float32).w13, dense.w13)
     layer.close()
 
 
