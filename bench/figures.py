@@ -479,6 +479,8 @@ LATER = {
     "parts": ("training.md", "experts"),
     "recipes": ("numerics.md", "run"),
     "placement": ("serving.md", "Qwen3-235B, BF16"),
+    "packed": ("fp4.md", "training"),
+    "decode": ("fp4.md", "generation"),
 }
 
 
@@ -677,7 +679,28 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
                 for p in ("fp8", "fp8xmxfp4", "bf16", "bf16xmxfp4", "bf16xnvfp4")
             },
             file=FP4,
-        )
+            direction="forward",
+        ),
+        "frozen": partial(
+            pivot,
+            "model, rows per expert",
+            {
+                "GPT-OSS-120B, 512": {"name": "gpt-oss-120b", "tokens": 4096},
+                "GPT-OSS-120B, 1,024": {"name": "gpt-oss-120b", "tokens": 8192},
+                "DeepSeek-V3, 1,024": {"name": "dsv3", "tokens": 8192},
+            },
+            {
+                **{f"`{p}`": {"precision": p} for p in ("bf16", "bf16xmxfp4", "fp8xmxfp4", "fp8")},
+                "`fp8`, made": {"precision": "fp8", "gradients": "none, transposes made"},
+                "`bf16xmxfp4` / `bf16`": ({"precision": "bf16xmxfp4"}, {"precision": "bf16"}),
+            },
+            runs={FP4: "2026-11-28-919eb42"},
+            file=FP4,
+            mode="cool",
+            direction="backward",
+            gradients="none",
+        ),
+        **later("fp4.md"),
     },
     "ops.md": {
         "operators": partial(

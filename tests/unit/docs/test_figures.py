@@ -55,6 +55,7 @@ STATED = {
         "3 %": "a rule",
         "2.4 to 3.2 us": "printed by tools/host_cost.py --captured",
     },
+    "docs/fp4.md": {"229 GB": lambda: 36 * 128 * 3 * 2880**2 * 2 / 1e9},
     "docs/numerics.md": {"45 %": gelus_apart},
     "docs/training.md": {
         "0.58 GB": lambda: state_gb("dsv3", 4096),
