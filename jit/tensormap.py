@@ -41,18 +41,26 @@ def encode(
 
     dims, box: innermost first. strides_bytes: of every dimension but the innermost.
     """
+    tensor_map = abi.aligned(abi.TensorMap)
+    before, behind = _geometry(dims, strides_bytes, box, element_bytes)
+    status = _driver_call()(ctypes.addressof(tensor_map), *before, base, *behind)
+    if status:
+        check((driver.CUresult(status),))
+    return bytes(tensor_map)
+
+
+@lru_cache(maxsize=4096)
+def _geometry(
+    dims: tuple[int, ...], strides_bytes: tuple[int, ...], box: tuple[int, ...], element_bytes: int
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Return the arguments before and behind the address: outputs are elsewhere in each call, and of few shapes."""
     rank = len(dims)
     element = f"CU_TENSOR_MAP_DATA_TYPE_{_TYPES[element_bytes]}"
     swizzle = f"CU_TENSOR_MAP_SWIZZLE_{box[0] * element_bytes}B"
     # What L2 asks of memory at least. Boxes 64 bytes wide, packed weights, take 0.2 to 1 % less time with 128 than with
     # 256; wider ones up to 5 % more (docs/tuning.md, 2026-11-23).
     promotion = f"CU_TENSOR_MAP_L2_PROMOTION_L2_{min(256, 2 * box[0] * element_bytes)}B"
-    tensor_map = abi.aligned(abi.TensorMap)
-    status = _driver_call()(
-        ctypes.addressof(tensor_map),
-        int(getattr(driver.CUtensorMapDataType, element)),
-        rank,
-        base,
+    behind = (
         (ctypes.c_uint64 * rank)(*dims),
         (ctypes.c_uint64 * (rank - 1))(*strides_bytes),
         (ctypes.c_uint32 * rank)(*box),
@@ -62,5 +70,4 @@ def encode(
         int(getattr(driver.CUtensorMapL2promotion, promotion)),
         int(driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
     )
-    check((driver.CUresult(status),))
-    return bytes(tensor_map)
+    return (int(getattr(driver.CUtensorMapDataType, element)), rank), behind

@@ -84,7 +84,9 @@ def launch_order(device: int) -> _LaunchOrder:
 
 def on_device(device: torch.device) -> Any:
     """Return a context in which `device` is current."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)
 
 
 def refuse_capture(instead: str) -> None:

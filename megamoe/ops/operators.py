@@ -121,7 +121,7 @@ def grouped_activation(
     groups, fused = Groups(offs, alignment), _fused(interleaved, kind, *numbers)
     given = Operands(x, split(w, fused.planes), x_scale, w_scale)
     given = quantized(given, groups) if dynamic else given
-    return _activated(given, groups, bias, fused, saves, quantizes, row_scale)
+    return _told(*_activated(given, groups, bias, fused, saves, quantizes, row_scale))
 
 
 @_op
@@ -162,7 +162,8 @@ def grouped_mlp(
     first = quantized(first, groups) if dynamic else first
     h, gu, scale = _activated(first, groups, b_up, fused, saves, dynamic, row_scale)
     second = Operands(h, split(w_down, 1), scale if dynamic else None)
-    return _activated(quantized(second, groups) if dynamic else second, groups, b_down)[0], gu
+    y, *_ = _activated(quantized(second, groups) if dynamic else second, groups, b_down)
+    return y, x.new_empty(0) if gu is None else gu
 
 
 @_op
@@ -202,8 +203,8 @@ def grouped_wgrad_add(
 def _activated(
     given: Operands, groups: Groups, bias: Tensor | None, fused: Fused = _PLAIN,
     saves: bool = False, quantizes: bool = False, row_scale: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return h, or the product if there is no activation; gu; the scales of h."""
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """Return h, or the product if there is no activation; gu if it is saved; the scales of h in e4m3."""
     if quantizes:
         given = given._replace(w=readable(given.w, columns=False))
     stage = "product" if fused.act is None else "saving" if saves else "activation"
@@ -216,9 +217,8 @@ def _activated(
         wide, pre = reference.activation(*call)
         if quantizes:
             h, scale = rows_by_group(wide, groups, given.w.shape[0])
-        return h if quantizes else wide.bfloat16(), pre.bfloat16() if saves else gu, scale
-    gemm = Gemm(given, groups, h, _fp32(bias), *fused[:2], row_scale=row_scale)
-    gemm.gu, gemm.out_scale = gu if saves else None, scale if quantizes else None
+        return h if quantizes else wide.bfloat16(), pre.bfloat16() if saves else None, scale
+    gemm = Gemm(given, groups, h, _fp32(bias), *fused[:2], gu, None, scale, row_scale)
     _run(machine, variant, gemm)
     return h, gu, scale
 
@@ -232,13 +232,19 @@ def _run(machine: Any, variant: GroupedVariant, gemm: Gemm) -> None:
 
 def _empty_hidden(
     x: Tensor, width: int, num: int, fused: Fused, saves: bool, quantizes: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """width: of w's columns, P*I."""
     rows, of_h = len(x), width // fused.columns
     h = x.new_empty(rows, of_h, dtype=E4M3 if quantizes else torch.bfloat16)
-    gu = x.new_empty((rows, width) if saves else (0,), dtype=torch.bfloat16)
-    places = (num_groups(of_h), num_places(rows, num)) if quantizes else (0,)
-    return h, gu, x.new_empty(places, dtype=torch.float32)
+    gu = _rows_like(x, width) if saves else None
+    places = num_groups(of_h), num_places(rows, num)
+    return h, gu, x.new_empty(places, dtype=torch.float32) if quantizes else None
+
+
+def _told(h: Tensor, gu: Tensor | None, scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Make what was not requested empty, as the operator's schema has no optional results."""
+    gu = h.new_empty(0, dtype=torch.bfloat16) if gu is None else gu
+    return h, gu, h.new_empty(0, dtype=torch.float32) if scale is None else scale
 
 
 def _empty_gradients(
@@ -273,9 +279,11 @@ def _fp32(bias: Tensor | None) -> Tensor | None:
 _shapes = torch.library.register_fake
 _shapes("megamoe::grouped_mm")(lambda x, w, *_: _rows_like(x, w.shape[2]))
 _shapes("megamoe::grouped_activation")(
-    lambda x, w, offs, alignment, bias, kind, numbers, interleaved, saves, *rest: _empty_hidden(
-        *(x, w.shape[2], len(w), _fused(interleaved, kind, *numbers), saves),
-        len(rest) > 3 and rest[3],  # torch leaves defaults out
+    lambda x, w, offs, alignment, bias, kind, numbers, interleaved, saves, *rest: _told(
+        *_empty_hidden(
+            *(x, w.shape[2], len(w), _fused(interleaved, kind, *numbers), saves),
+            len(rest) > 3 and rest[3],  # torch leaves defaults out
+        )
     )
 )
 _shapes("megamoe::grouped_activation_gradient")(

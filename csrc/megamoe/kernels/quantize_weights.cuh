@@ -192,10 +192,10 @@ MEGAMOE_DEVICE void quantize_rows(const QuantizeRowsArgs& args) {
     Bf16x8 v = place.is_inside
                    ? *reinterpret_cast<const Bf16x8*>(static_cast<const uint16_t*>(args.x) + place.at)
                    : Bf16x8{};
+    int by_block = args.places == 0 ? -1 : place_by_block(args, place.row);  // while v is on its way
     E4m3Group group;
     v.join(group);
     group.join_lanes<scale_group / quantize_edge>();
-    int by_block = args.places == 0 ? -1 : place_by_block(args, place.row);
     if (!place.is_inside) return;
     float inverse = group.inverse();
     E4m3x8 out = {{v.quad(0, inverse), v.quad(1, inverse)}};
