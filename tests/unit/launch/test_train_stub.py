@@ -57,7 +57,7 @@ class Trained:
         monkeypatch.setattr(module, "load_kernel", load)
 
     def layer(self, **options):
-        return backend_of(self.problem, **options)
+        return backend_of(self.problem, few=False, **options)
 
     def forward(self, layer, tokens=5, **options):
         given = tensors(tokens)
