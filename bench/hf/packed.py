@@ -72,14 +72,15 @@ def model_of(case: str, args: argparse.Namespace, me: Rank) -> Any:
             experts_implementation=own if CASES[case] is None else OURS,
             attn_implementation=args.attention,
         )
-    if case.startswith("packed"):
+    packed = case.startswith("packed")
+    if packed:
         import_module("megamoe.adapters.transformers_packed").pack_experts(model)
     model.to_empty(device=me.device)
     with me.device:
         rotary = model.model.rotary_emb
         model.model.rotary_emb = type(rotary)(config=model.config)
     draw(model)
-    if case == "bf16":
+    if CASES[case] and not packed:
         import_module("megamoe.adapters.transformers").relayout(model)
     return model.requires_grad_(False)
 
