@@ -36,7 +36,8 @@ def _products() -> Iterator[tuple[str, str]]:
                 given = f"{TILE}, {of}, {act}, {_OUTPUTS[to]}"
                 yield f"activation{operands}{to}{order}", f"GroupedActivation<{given}>"
                 yield f"saving{operands}{to}{order}", f"GroupedSaving<{given}>"
-            for scales, kind in _KINDS.items():
+            # Scales by channel in its epilogue, too, would make it longer than epilogues may be.
+            for scales, kind in _KINDS.items() if operands != "-e4m3-tokens" else ():
                 given = f"{TILE}, {of}, {act}, {kind}"
                 yield f"gradient{operands}{scales}{order}", f"GroupedGradient<{given}>"
 
@@ -92,7 +93,12 @@ class GroupedVariant:
 
     def source(self) -> str:
         """Render the translation unit; the emulator compiles the same text."""
-        layer = PRODUCTS[self.product].format(ACTIVATIONS.get(self.activation or ""))
+        act, product = ACTIVATIONS.get(self.activation or ""), self.product
+        if self.activation == "geglu" and (
+            product.endswith("interleaved") or ("saving" in product and "quantizes" in product)
+        ):
+            act = f"Rolled<{act}>"
+        layer = PRODUCTS[product].format(act)
         return f"""\
 #include "megamoe/kernels/grouped.cuh"
 

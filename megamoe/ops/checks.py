@@ -222,7 +222,7 @@ class Given(NamedTuple):
     planes: int = 1
     interleaved: bool = False
     names: tuple[str, str, str] = ("mat_a", "mat_b", "bias")
-    of_product: bool = True  # alone, without an activation
+    num_recipes: int = len(_PAIRS)  # that have a kernel; the first ones
 
     def check(self, scales: tuple[Any, ...], recipe: object = None) -> Placed:
         """Return the scales of x by block and of w [E, P, N, K], and whether the call makes both.
@@ -232,9 +232,9 @@ class Given(NamedTuple):
         x, w, (of_x, of_w, of_bias) = self.x, self.w, self.names
         if recipe not in (None, "blockwise") or (recipe is not None and scales):
             refuse("recipe", repr(recipe), "'blockwise' or None, and None with scales")
-        if scales:  # no kernel has an activation behind the last pair
+        if scales:
             scale_a, recipe_a, scale_b, recipe_b = scales
-            recipes, known = (recipe_a, recipe_b), _PAIRS if self.of_product else _PAIRS[:2]
+            recipes, known = (recipe_a, recipe_b), _PAIRS[: self.num_recipes]
             check_choice("(scale_recipe_a, scale_recipe_b)", recipes, known)
         check_rows(of_x, x, dtype=E4M3 if scales else torch.bfloat16)
         check_weights(of_w, w, x)

@@ -155,7 +155,7 @@ def grouped_mm_act(
     interleaved, groups = checks.interleaved(glu, act), Groups(offs, alignment)
     checks.check_choice("output_dtype", output_dtype, (torch.bfloat16, quantization.E4M3))
     quantizes = output_dtype == quantization.E4M3
-    given = Given(mat_a, mat_b, groups, bias, act.planes, interleaved, of_product=False)
+    given = Given(mat_a, mat_b, groups, bias, act.planes, interleaved, num_recipes=2)
     of = given.check(scales, recipe)
     checks.check_planes("mat_b", mat_b, act.planes)
     if quantizes and mat_b.shape[2] // act.planes % 16:
@@ -189,8 +189,8 @@ def grouped_mm_dact(
         offs: [E] int32, see grouped_mm(). Default: one group has all rows.
         alignment: see grouped_mm(). Default: 1.
         glu: The order of the columns of `pre`, see grouped_mm_act(). Default: "halves".
-        scales: scale_a, scale_recipe_a, scale_b, scale_recipe_b of grad and mat_b, as of scaled_grouped_mm(), if any
-            RowWise for both. Default: none, bf16.
+        scales: scale_a, BlockWise1x128, scale_b, BlockWise128x128 of grad and mat_b, as of scaled_grouped_mm().
+            Default: none, bf16.
         recipe: "blockwise": quantize both operands to FP8 in this call. Default: None.
         row_scale: [M] fp32, see grouped_mm_act(): multiplies both results. Default: none.
 
@@ -207,7 +207,7 @@ def grouped_mm_dact(
     checks.check_row_scale(row_scale, grad)
     interleaved, groups = checks.interleaved(glu, act), Groups(offs, alignment)
     names = "grad", "mat_b", ""
-    of = Given(grad, mat_b, groups, None, names=names, of_product=False).check(scales, recipe)
+    of = Given(grad, mat_b, groups, None, names=names, num_recipes=1).check(scales, recipe)
     checks.check_rows("pre", pre, grad)
     if pre.shape[1] != act.planes * mat_b.shape[2]:
         expected = f"[{grad.shape[0]}, {act.planes * mat_b.shape[2]}]"
@@ -342,7 +342,8 @@ def quantize(
 def _product(
     given: Given, scales: tuple[Any, ...], recipe: Recipe | None, dtype: torch.dtype | None
 ) -> Any:
-    given = given._replace(x=checks.by_row(given.x))
+    if given.x.dim() == 2 and given.x.stride(1) != 1:
+        given = given._replace(x=given.x.contiguous())
     of, others = given.check(scales, recipe), (*given.groups, given.bias)
     if dtype != quantization.E4M3:
         return operators.grouped_mm(given.x, given.w, *others, *of)

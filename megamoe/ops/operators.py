@@ -106,7 +106,8 @@ def grouped_mm(
 ) -> Tensor:  # fmt: skip
     """x: [M, K], w: [E, K, N], contiguous in either, given e4m3 in K -> [M, N] bf16."""
     groups = Groups(offs, alignment)
-    given = Operands(_aligned(x), readable(split(w, 1)), x_scale, w_scale)
+    w = readable(w.transpose(1, 2).unsqueeze(1))
+    given = Operands(_aligned(x), w, x_scale, w_scale)
     return _activated(quantized(given, groups) if dynamic else given, groups, bias)[0]
 
 

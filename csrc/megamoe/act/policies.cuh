@@ -121,11 +121,12 @@ template <class Activation>
 constexpr bool is_interleaved = false;
 template <class Activation>
 constexpr bool is_interleaved<Interleaved<Activation>> = true;
-// Two columns of gate and of up as neighbours, in bf16, or these as two of each: it is its own inverse.
-MEGAMOE_DEVICE void interleave(uint32_t& first, uint32_t& second) {
-    uint32_t low = arch::prmt(first, second, 0x5410);
-    second = arch::prmt(first, second, 0x7632);
-    first = low;
-}
+// And one whose code an epilogue has once, for half of its sums at a time: else that would be too long.
+template <class Activation>
+struct Rolled : Activation {};
+template <class Activation>
+constexpr int copies_of = 2;
+template <class Activation>
+constexpr int copies_of<Rolled<Activation>> = 1;
 
 }  // namespace megamoe

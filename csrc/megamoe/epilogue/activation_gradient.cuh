@@ -87,7 +87,6 @@ struct ActivationGradientEpilogue {
         const Args& args = ctx.args;
         Fragment f;
         int group_row = math_warpgroup() * warpgroup_rows, row = row0<T>(tile) + group_row + f.row;
-        if constexpr (T::Gemm1::B::column_scales) ColumnScales<T>::multiply(ctx, sum, f);
         constexpr bool weighted = T::Sums::of_rows;
         float s[2] = {1.0f, 1.0f};
         if constexpr (weighted) {
@@ -126,9 +125,7 @@ struct ActivationGradientEpilogue {
                             up = gate + 1;
                         }
                         uint32_t first = *gate, second = Activation::gated ? *up : 0;
-                        if constexpr (interleaved) interleave(first, second);
                         Pair pair = differentiate(args, first, second, &sum[0][4 * g + 2 * i], s[i], d_s[i]);
-                        if constexpr (interleaved) interleave(pair.dgu[0], pair.dgu[1]);
                         *gate = made[0][i][g] = pair.dgu[0];
                         if constexpr (Activation::gated) *up = made[1][i][g] = pair.dgu[1];
                         *reinterpret_cast<uint32_t*>(hs + at) = pair.hs;
@@ -195,7 +192,7 @@ struct ActivationGradientEpilogue {
         }
         return dgu;
     }
-    struct Pair {  // of neighbouring columns, in bf16
+    struct Pair {  // of neighbouring columns, in bf16; interleaved, dgu is gate and up of each
         uint32_t dgu[gu_planes], hs;
     };
     static MEGAMOE_DEVICE Pair differentiate(const Args& args, uint32_t gate, uint32_t up, const float* dh,
@@ -203,13 +200,20 @@ struct ActivationGradientEpilogue {
         float dgate[2], dup[2], h[2];
         MEGAMOE_UNROLL
         for (int j = 0; j < 2; ++j) {
-            Activation::gradient(args, j ? arch::bf16_hi(gate) : arch::bf16_lo(gate),
-                                 j ? arch::bf16_hi(up) : arch::bf16_lo(up), dh[j], dgate[j], dup[j], h[j]);
+            bool gate_hi = !interleaved && j, up_hi = interleaved || j;
+            uint32_t of_gate = interleaved && j ? up : gate, of_up = interleaved && !j ? gate : up;
+            Activation::gradient(args, gate_hi ? arch::bf16_hi(of_gate) : arch::bf16_lo(of_gate),
+                                 up_hi ? arch::bf16_hi(of_up) : arch::bf16_lo(of_up), dh[j], dgate[j], dup[j],
+                                 h[j]);
             d_s += dh[j] * h[j];
         }
         Pair pair;
-        pair.dgu[0] = arch::pack_bf16x2(s * dgate[0], s * dgate[1]);
-        if constexpr (Activation::gated) pair.dgu[1] = arch::pack_bf16x2(s * dup[0], s * dup[1]);
+        if constexpr (interleaved) {
+            for (int j = 0; j < 2; ++j) pair.dgu[j] = arch::pack_bf16x2(s * dgate[j], s * dup[j]);
+        } else {
+            pair.dgu[0] = arch::pack_bf16x2(s * dgate[0], s * dgate[1]);
+            if constexpr (Activation::gated) pair.dgu[1] = arch::pack_bf16x2(s * dup[0], s * dup[1]);
+        }
         pair.hs = arch::pack_bf16x2(s * h[0], s * h[1]);
         return pair;
     }
