@@ -28,7 +28,7 @@ H100, H200 = "2026-11-25-565007b-h100.csv", "2026-11-26-31d8be9-h200.csv"
 SPUN, PRINTED = "2026-11-26-31d8be9-hosts-spin.csv", "printed.csv"
 LOOP, E4M3 = "2026-11-27-43b46f1-loop.csv", "2026-11-28-ca7e45d-e4m3.csv"
 OWN_KERNEL = "2026-11-28-b39a18e-few.csv"
-FP4, OPS = "2026-11-24-9f14869-fp4.csv", "2026-11-24-9f14869-ops.csv"
+FP4, OPS = "2026-11-24-9f14869-fp4.csv", "2026-11-28-919eb42-ops.csv"
 FORWARD, BACKWARD = "2026-11-23-8d5c926-shapes.csv", "2026-11-23-e841b3a-backward-shapes.csv"
 
 MODELS = {
@@ -587,8 +587,16 @@ HOSTS: dict[str, Callable[[], str]] = {
 
 # --- FP4, operators, rounding ---
 
-OPERATORS = {n: n for n in ("swiglu", "dswiglu", "geglu", "dgeglu", "srelu", "dsrelu", "wgrad")}
-OPERATORS |= {f"GPT-OSS-120B {n}": f"gpt-oss {n}" for n in ("forward", "step")}
+_CASES = {  # sizes -> cases, as tools/ops_bench.py names both
+    "": ("gpt-oss forward", "gpt-oss step"),
+    "family": ("product", "dgrad", "wgrad", "swiglu", "dswiglu", "geglu", "dgeglu", "srelu", "dsrelu", "mlp forward",
+               "mlp backward", "fp8 quantize", "fp8 product", "fp8 dgrad", "fp8 swiglu", "channel", "fp8 mlp forward",
+               "fp8 mlp backward"),
+    "torchao": ("fp8 product", "fp8 dgrad", "fp8 swiglu"),
+    "quickstart": ("swiglu", "dswiglu", "mlp forward", "mlp backward", "fp8 product", "fp8 mlp forward",
+                   "fp8 mlp backward", "cute forward", "cute backward"),
+}  # fmt: skip
+OPERATORS = {f"{case}, {s}" if s else case: (s, case) for s, of in _CASES.items() for case in of}
 TORCH, MEGAMOE = {"contender": "torch"}, {"contender": "megamoe"}
 GRADIENTS = {"dx": "dx", "topk_weights": "d_topk_weights", "dW13": "dw13", "dW2": "dw2"}
 
@@ -707,14 +715,13 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
             pivot,
             "operator",
             {
-                label: {"case": case, "file": OPS, "mode": "cool"}
-                for label, case in OPERATORS.items()
+                label: {"case": case, "sizes": sizes, "file": OPS, "mode": "cool"}
+                for label, (sizes, case) in OPERATORS.items()
             },
             {
                 "megamoe": MEGAMOE,
                 "torch": TORCH,
                 "speed-up": (TORCH, MEGAMOE),
-                "speed-up, hot": ({**TORCH, "mode": "hot"}, {**MEGAMOE, "mode": "hot"}),
             },
         )
     },
