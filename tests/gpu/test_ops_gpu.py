@@ -360,7 +360,7 @@ def test_mlp_and_its_gradients():
 @pytest.mark.parametrize("alignment", [1, 128])
 def test_a_captured_step_follows_the_offsets(alignment):
     """With 128, rows are padded per expert as DeepEP hands them over."""
-    offs, num, rows = case([100, 0, 300, 28])
+    offs, num, rows = case([100, 0, 300, 28], behind=300)
     tensors, dy = mlp_operands(num, rows), rand(rows, 512)
 
     def run():
@@ -374,7 +374,11 @@ def test_a_captured_step_follows_the_offsets(alignment):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = run()
-    for ends in ([100, 100, 400, 428], [0, 64, 65, 498], [0, 0, 0, 0]):
+    for counts in ([100, 0, 300, 28], [0, 64, 1, 129], [128, 127, 0, 440], [0, 0, 0, 0]):
+        ends, end = [], 0  # psum_num_recv_tokens_per_expert
+        for count in counts:
+            end = -(-end // alignment) * alignment + count
+            ends.append(end)
         offs.copy_(torch.tensor(ends))
         graph.replay()
         for f, e in zip(captured, run(), strict=True):
