@@ -10,6 +10,13 @@
 #include <cstddef>
 #include <cstdint>
 #include <vector>
+
+// Of what is compiled once and linked to each kernel, whose own unit defines FIBERS_LINKED.
+#if defined(FIBERS_COMPILED)
+#define FIBERS_ONCE
+#else
+#define FIBERS_ONCE inline
+#endif
 #if !defined(__x86_64__)
 #include <ucontext.h>
 #endif

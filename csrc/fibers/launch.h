@@ -17,8 +17,9 @@ constexpr size_t red_zone_bytes =
 // these: of 384 threads 168 each, which is less than all 65536 of an SM.
 inline int first_registers(int threads) { return std::min(255, 65536 / threads / 8 * 8); }
 
+#if !defined(FIBERS_LINKED)
 // What a thread must not leave behind.
-inline void check_finished(Fiber* fiber) {
+FIBERS_ONCE void check_finished(Fiber* fiber) {
     Cta& cta = *fiber->cta;
     Warpgroup& group = cta.warpgroup(fiber);
     if (fiber->wgmma_issued != group.executed) machine.fail("the thread exits with wgmma in flight");
@@ -45,6 +46,7 @@ inline void check_finished(Fiber* fiber) {
         if (!store.early_write) write_destination(store);
     cta.stores.clear();
 }
+#endif
 
 // Shared memory of all CTAs, kept between launches.
 class SharedPool {
@@ -76,7 +78,8 @@ struct Launch {
     uint64_t timeout_ns;  // of the longest polling loop in the program
 };
 
-inline Status run(const Launch& launch, std::string* report) {
+#if !defined(FIBERS_LINKED)
+FIBERS_ONCE Status run(const Launch& launch, std::string* report) {
     std::lock_guard<std::mutex> lock(launch_mutex);
     int num_ctas = launch.num_ctas, threads = launch.threads;
     size_t pitch = (launch.smem_bytes + red_zone_bytes + 1023) / 1024 * 1024;
@@ -105,5 +108,8 @@ inline Status run(const Launch& launch, std::string* report) {
     *report = machine.report();
     return status;
 }
+#else
+Status run(const Launch& launch, std::string* report);
+#endif
 
 }  // namespace fibers

@@ -7,6 +7,7 @@
 // could see. No progress and no deadline left: a deadlock, reported with who waits for what.
 #pragma once
 #include <algorithm>
+#include <array>
 #include <cstdlib>
 #include <cstring>
 
@@ -97,8 +98,9 @@ class Machine {
         ready_.push(current);
         leave();
     }
-    void sleep() {  // until the next round
-        sleepers_.push_back(current);
+    void sleep(uint64_t rounds = 1) {  // 1: until the next one
+        ++num_asleep_;
+        sleepers_[(round + std::min(rounds, longest_sleep)) % sleepers_.size()].push_back(current);
         block(Waiting::time);
     }
     // A place where a GPU thread could be overtaken, by one step or, seldom, by hundreds: the seed decides.
@@ -198,7 +200,10 @@ class Machine {
     StackPool stacks_;
     std::vector<Fiber> fibers_;
     ReadyQueue ready_;
-    std::vector<Fiber*> sleepers_, flag_waits_;
+    static constexpr uint64_t longest_sleep = 31;                  // rounds
+    std::array<std::vector<Fiber*>, longest_sleep + 1> sleepers_;  // by the round that wakes them
+    size_t num_asleep_ = 0;
+    std::vector<Fiber*> flag_waits_;
     Context scheduler_;
     void (*kernel_)(const void*) = nullptr;
     uint64_t timeout_ns_ = 0;  // of the program's own polling loops, the longest
@@ -220,8 +225,9 @@ void land(Load& load);                       // tma.h
 std::string describe_mbarrier(const void*);  // barriers.h
 void check_finished(Fiber* fiber);           // launch.h
 
+#if !defined(FIBERS_LINKED)
 // Ends the launch. The fibers are abandoned where they are: kernel code owns nothing that needs a destructor.
-inline void Machine::fail(const char* format, ...) {
+FIBERS_ONCE void Machine::fail(const char* format, ...) {
     va_list arguments;
     va_start(arguments, format);
     std::string what = format_text(format, arguments);
@@ -236,7 +242,7 @@ inline void Machine::fail(const char* format, ...) {
     abort();  // unreachable
 }
 
-inline void Machine::entry() {
+FIBERS_ONCE void Machine::entry() {
 #if defined(__SANITIZE_ADDRESS__)
     __sanitizer_finish_switch_fiber(nullptr, nullptr, nullptr);
 #endif
@@ -249,7 +255,7 @@ inline void Machine::entry() {
     abort();  // unreachable
 }
 
-inline void Machine::land_loads() {
+FIBERS_ONCE void Machine::land_loads() {
     for (size_t i = 0; i < loads.size();) {
         if (loads[i].due > round) {
             ++i;
@@ -263,7 +269,7 @@ inline void Machine::land_loads() {
     }
 }
 
-inline void Machine::test_flags() {
+FIBERS_ONCE void Machine::test_flags() {
     Fiber* late = nullptr;  // of those past their deadline only the first fails now: it raises the abort flag
                             // for the others
     size_t kept = 0;
@@ -286,7 +292,7 @@ inline void Machine::test_flags() {
 }
 
 // After each round: moves the clock, finds deadlocks.
-inline Status Machine::watch() {
+FIBERS_ONCE Status Machine::watch() {
     if (progress != progress_seen_) {
         progress_seen_ = progress;
         meetings_seen_ = meetings;
@@ -296,7 +302,7 @@ inline Status Machine::watch() {
     }
     if (held_back_) return Status::ok;  // quiet because we made it so
     ++quiet_rounds_;
-    bool nobody_polls = ready_.size() == 0 && loads.empty();
+    bool nobody_polls = ready_.size() == 0 && loads.empty() && num_asleep_ == 0;
     if (!nobody_polls && quiet_rounds_ < (meetings == meetings_seen_ ? patience : patience_with_meetings))
         return Status::ok;
     uint64_t deadline = UINT64_MAX;
@@ -318,12 +324,13 @@ inline Status Machine::watch() {
     return Status::ok;
 }
 
-inline Status Machine::run(void (*kernel)(const void*), std::vector<Cta>&& ctas_of_all_ranks, uint64_t seed,
-                           uint64_t timeout_ns) {
+FIBERS_ONCE Status Machine::run(void (*kernel)(const void*), std::vector<Cta>&& ctas_of_all_ranks,
+                                uint64_t seed, uint64_t timeout_ns) {
     timeout_ns_ = timeout_ns;
     ctas = std::move(ctas_of_all_ranks);
     loads.clear();
-    sleepers_.clear();
+    for (std::vector<Fiber*>& fibers : sleepers_) fibers.clear();
+    num_asleep_ = 0;
     flag_waits_.clear();
     report_.clear();
     kernel_ = kernel;
@@ -369,13 +376,16 @@ inline Status Machine::run(void (*kernel)(const void*), std::vector<Cta>&& ctas_
         clock_ns += round_ns;
         land_loads();
         test_flags();
-        for (Fiber* fiber : sleepers_) wake(fiber);
-        sleepers_.clear();
+        std::vector<Fiber*>& rested = sleepers_[round % sleepers_.size()];
+        for (Fiber* fiber : rested) wake(fiber);
+        num_asleep_ -= rested.size();
+        rested.clear();
         if (live_ > 0)
             if (Status status = watch(); status != Status::ok) return status;
     }
     return Status::ok;
 }
+#endif
 
 // ---- what the operations ask of shared memory
 

@@ -4,7 +4,8 @@
 
 namespace fibers {
 
-inline std::string Machine::describe(const Fiber* fiber) const {
+#if !defined(FIBERS_LINKED)
+FIBERS_ONCE std::string Machine::describe(const Fiber* fiber) const {
     Cta& cta = *fiber->cta;
     switch (fiber->waiting) {
         case Waiting::nothing:
@@ -41,7 +42,7 @@ inline std::string Machine::describe(const Fiber* fiber) const {
 }
 
 // For each CTA one line for each thing that somebody waits for; exited threads are left out.
-inline std::string Machine::describe_waits() const {
+FIBERS_ONCE std::string Machine::describe_waits() const {
     std::string result;
     for (const Cta& cta : ctas) {
         std::vector<std::pair<std::string, std::string>> groups;  // what, who
@@ -66,5 +67,6 @@ inline std::string Machine::describe_waits() const {
     }
     return result;
 }
+#endif
 
 }  // namespace fibers

@@ -78,6 +78,7 @@ inline void for_each_row(const EmulatedTensorMap& map, const int (&at)[4], Visit
             }
 }
 
+#if !defined(FIBERS_LINKED)
 // A box from global memory, unswizzled; zeros where it is out of bounds.
 inline void gather_box(const EmulatedTensorMap& map, const int (&at)[4], uint8_t* out) {
     for_each_row(map, at, [&](uint32_t row, const uint8_t* address, uint32_t bytes) {
@@ -105,7 +106,7 @@ inline void add_elements(uint8_t* to, const uint8_t* from, uint32_t bytes, uint3
         }
     }
 }
-inline void scatter_box(const EmulatedTensorMap& map, const int (&at)[4], const uint8_t* in, bool adds) {
+FIBERS_ONCE void scatter_box(const EmulatedTensorMap& map, const int (&at)[4], const uint8_t* in, bool adds) {
     for_each_row(map, at, [&](uint32_t row, uint8_t* address, uint32_t bytes) {
         if (bytes && adds)
             add_elements(address, in + row * row_bytes(map), bytes, map.element_bytes);
@@ -113,8 +114,8 @@ inline void scatter_box(const EmulatedTensorMap& map, const int (&at)[4], const 
             memcpy(address, in + row * row_bytes(map), bytes);
     });
 }
-inline void copy_swizzled(uint8_t* shared_base, size_t offset, uint8_t* plain, size_t bytes, size_t row,
-                          bool to_shared) {
+FIBERS_ONCE void copy_swizzled(uint8_t* shared_base, size_t offset, uint8_t* plain, size_t bytes, size_t row,
+                               bool to_shared) {
     for (size_t i = 0; i < bytes; i += 16) {
         uint8_t* chunk = shared_base + swizzle(offset + i, row);
         if (to_shared)
@@ -132,7 +133,7 @@ inline void read_source(Load& load) {
         memcpy(load.data.data(), load.source, load.bytes);
 }
 
-inline void land(Load& load) {
+FIBERS_ONCE void land(Load& load) {
     if (load.data.empty()) read_source(load);
     Cta& cta = *load.cta;
     if (load.map)
@@ -144,7 +145,7 @@ inline void land(Load& load) {
     complete_tx(cta, load.barrier, load.bytes);
 }
 
-inline void issue(Load&& load, const char* what) {
+FIBERS_ONCE void issue(Load&& load, const char* what) {
     check_mbarrier(*load.cta, load.barrier, what);
     load.due = machine.round + 1 + machine.delay();
     memset(load.destination, poison, load.bytes);
@@ -153,6 +154,12 @@ inline void issue(Load&& load, const char* what) {
     ++machine.progress;
     machine.loads.push_back(std::move(load));
 }
+#else
+void issue(Load&& load, const char* what);
+void scatter_box(const EmulatedTensorMap& map, const int (&at)[4], const uint8_t* in, bool adds);
+void copy_swizzled(uint8_t* shared_base, size_t offset, uint8_t* plain, size_t bytes, size_t row,
+                   bool to_shared);
+#endif
 
 // A map may have two dimensions with one distance, so that a box ends where a box of one of them would not.
 // Stores clip; loads through it were seen to touch memory outside of the tensor (H200, 2026-11-22).

@@ -22,6 +22,7 @@ struct alignas(64) Panels {
 };
 FIBERS_GLOBAL Panels panels;
 
+#if !defined(FIBERS_LINKED)
 // c += a * b for `depth` columns of a, in blocks of 4 x (16 or 8) held in registers; k is innermost, so the
 // order of each sum is fixed.
 template <class Vector>
@@ -120,7 +121,7 @@ inline void for_each_fragment(const Wgmma& op, Panels& p, Move move) {
 
 // Executes the first `count` instructions in flight. Those into the same accumulators follow each other
 // without a detour over them.
-inline void execute_first(Warpgroup& group, uint32_t count) {
+FIBERS_ONCE void execute_first(Warpgroup& group, uint32_t count) {
     auto& ops = group.in_flight;
     std::vector<bool> done(count, false);
     for (uint32_t first = 0; first < count; ++first) {
@@ -141,6 +142,9 @@ inline void execute_first(Warpgroup& group, uint32_t count) {
     group.executed += count;
     ++machine.progress;
 }
+#else
+void execute_first(Warpgroup& group, uint32_t count);
+#endif
 
 // An operand of `rows` rows as a descriptor names it, checked.
 inline Operand check_operand(Operand operand, int rows, Major major, const char* what) {

@@ -128,7 +128,10 @@ def test_gradients_are_those_of_the_dense_weights(precision: str, activation: st
         assert any(bool(g.x.any()) for g in found if g.x is not None)
 
 
-@pytest.mark.parametrize("precision", PACKED)
+# Rooms know no precision.
+@pytest.mark.parametrize(
+    ("precision", "rooms"), [*((p, 1) for p in PACKED), (PACKED[0], 2)], indirect=["rooms"]
+)
 def test_more_experts_than_rooms(precision: str, rooms: int) -> None:
     """Experts without rows stand between others, steps of the tile order hold several."""
     problem = Problem(160, 96, 12, 2, 2, max_tokens=400, precision=precision)
@@ -276,6 +279,7 @@ def test_a_flaw_is_seen(
         run()
 
 
+@pytest.mark.parametrize("rooms", [1], indirect=True)
 def test_lost_matrices_end_the_launch_and_are_named(
     rooms: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

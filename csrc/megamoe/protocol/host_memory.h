@@ -12,18 +12,18 @@ namespace megamoe {
 
 // "edge " and its enumerator, as the compiler spells it: the enumeration is the only list of names.
 template <Edge edge>
-inline const char* spelled_edge() {
-    static const std::string name = [](std::string signature) {
-        size_t from = signature.find("megamoe::Edge::"), to = signature.find_first_of(";]", from);
-        return from == std::string::npos ? "edge ?" : "edge " + signature.substr(from + 15, to - from - 15);
-    }(__PRETTY_FUNCTION__);
-    return name.c_str();
+constexpr const char* spelled_edge() {
+    return __PRETTY_FUNCTION__;
 }
 template <uint32_t... i>
 inline const char* edge_name(Edge edge, std::integer_sequence<uint32_t, i...>) {
-    const char* name = "edge ?";
-    ((edge == Edge(i) ? void(name = spelled_edge<Edge(i)>()) : void()), ...);
-    return name;
+    static constexpr const char* spelled[] = {spelled_edge<Edge(i)>()...};
+    static std::string names[sizeof...(i)];
+    if (static_cast<uint32_t>(edge) >= sizeof...(i)) return "edge ?";
+    std::string signature = spelled[static_cast<uint32_t>(edge)], &name = names[static_cast<uint32_t>(edge)];
+    size_t from = signature.find("megamoe::Edge::"), to = signature.find_first_of(";]", from);
+    name = from == std::string::npos ? "edge ?" : "edge " + signature.substr(from + 15, to - from - 15);
+    return name.c_str();
 }
 inline const char* edge_name(Edge edge) {
     return edge_name(edge, std::make_integer_sequence<uint32_t, 32>());
