@@ -14,7 +14,7 @@ EQUIPMENT = (
     "megamoe/backends/emulate",
     "megamoe/testing",
 )
-BUDGETS = {"product": 33_810, "equipment": 3_777}
+BUDGETS = {"product": 33_852, "equipment": 3_816}
 
 
 def lines() -> dict[str, int]:
