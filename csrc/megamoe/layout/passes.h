@@ -13,9 +13,9 @@ struct QuantizeWeightsArgs {
     int64_t expert_stride;    // of w, in elements; multiples of 8
     int64_t plane_stride;
     int64_t row_stride;
-    int32_t planes;           // P
-    int32_t rows;             // I, a multiple of 8, of 16 with `transposed`
-    int32_t columns;          // H, a multiple of 8
+    int32_t planes;   // P
+    int32_t rows;     // I, a multiple of 8, of 16 with `transposed`
+    int32_t columns;  // H, a multiple of 8
 };
 
 struct QuantizeRowsArgs {
