@@ -132,8 +132,7 @@ MEGAMOE_DEVICE void deal(Context& ctx) {
         (is_h ? unit1 : unit2) = is_h ? unit1 + ctas : shares.behind(unit2, from_last, ctas);
     }
     Profile<T>::mark(args, Mark::planned);
-    // One lane waits: behind the others nothing holds lanes together, and a late one could miss the phase.
-    if (arch::lane_idx() != 0) return;
+    if (arch::lane_idx() != 0) return;  // a late one could miss the phase: nobody waits for it
     ring.acquire(ctx.mem, ctx.smem.few.slots);
     ctx.smem.few.dealt[ring.slot()].tile = Tile::none();
     ring.commit(ctx.mem, ctx.smem.few.slots);
