@@ -14,7 +14,7 @@ EQUIPMENT = (
     "megamoe/backends/emulate",
     "megamoe/testing",
 )
-BUDGETS = {"product": 33_852, "equipment": 3_816}
+BUDGETS = {"product": 34_585, "equipment": 3_830}
 
 
 def lines() -> dict[str, int]:
