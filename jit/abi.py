@@ -155,7 +155,6 @@ LAUNCHES: dict[str, Any] = {
     for name in (
         "forward",
         "packed",
-        "push",
         "train",
         "backward",
         "grouped",
