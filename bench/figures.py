@@ -27,7 +27,7 @@ PEER, HF = "2026-11-26-938254c-deepgemm.csv", "2026-11-26-0198aff-hf.csv"
 H100, H200 = "2026-11-25-565007b-h100.csv", "2026-11-26-31d8be9-h200.csv"
 SPUN, PRINTED = "2026-11-26-31d8be9-hosts-spin.csv", "printed.csv"
 LOOP, E4M3 = "2026-11-27-43b46f1-loop.csv", "2026-11-28-ca7e45d-e4m3.csv"
-OWN_KERNEL = "2026-11-28-b39a18e-few.csv"
+OWN_KERNEL = "2026-11-28-474a20a-few.csv"
 FP4, OPS = "2026-11-24-9f14869-fp4.csv", "2026-11-28-919eb42-ops.csv"
 FORWARD, BACKWARD = "2026-11-23-8d5c926-shapes.csv", "2026-11-23-e841b3a-backward-shapes.csv"
 
