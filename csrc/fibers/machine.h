@@ -7,7 +7,6 @@
 // could see. No progress and no deadline left: a deadlock, reported with who waits for what.
 #pragma once
 #include <algorithm>
-#include <array>
 #include <cstdlib>
 #include <cstring>
 
@@ -98,9 +97,8 @@ class Machine {
         ready_.push(current);
         leave();
     }
-    void sleep(uint64_t rounds = 1) {  // 1: until the next one
-        ++num_asleep_;
-        sleepers_[(round + std::min(rounds, longest_sleep)) % sleepers_.size()].push_back(current);
+    void sleep() {  // until the next round
+        sleepers_.push_back(current);
         block(Waiting::time);
     }
     // A place where a GPU thread could be overtaken, by one step or, seldom, by hundreds: the seed decides.
@@ -200,10 +198,7 @@ class Machine {
     StackPool stacks_;
     std::vector<Fiber> fibers_;
     ReadyQueue ready_;
-    static constexpr uint64_t longest_sleep = 31;                  // rounds
-    std::array<std::vector<Fiber*>, longest_sleep + 1> sleepers_;  // by the round that wakes them
-    size_t num_asleep_ = 0;
-    std::vector<Fiber*> flag_waits_;
+    std::vector<Fiber*> sleepers_, flag_waits_;
     Context scheduler_;
     void (*kernel_)(const void*) = nullptr;
     uint64_t timeout_ns_ = 0;  // of the program's own polling loops, the longest
@@ -302,7 +297,7 @@ FIBERS_ONCE Status Machine::watch() {
     }
     if (held_back_) return Status::ok;  // quiet because we made it so
     ++quiet_rounds_;
-    bool nobody_polls = ready_.size() == 0 && loads.empty() && num_asleep_ == 0;
+    bool nobody_polls = ready_.size() == 0 && loads.empty();
     if (!nobody_polls && quiet_rounds_ < (meetings == meetings_seen_ ? patience : patience_with_meetings))
         return Status::ok;
     uint64_t deadline = UINT64_MAX;
@@ -329,8 +324,7 @@ FIBERS_ONCE Status Machine::run(void (*kernel)(const void*), std::vector<Cta>&& 
     timeout_ns_ = timeout_ns;
     ctas = std::move(ctas_of_all_ranks);
     loads.clear();
-    for (std::vector<Fiber*>& fibers : sleepers_) fibers.clear();
-    num_asleep_ = 0;
+    sleepers_.clear();
     flag_waits_.clear();
     report_.clear();
     kernel_ = kernel;
@@ -376,10 +370,8 @@ FIBERS_ONCE Status Machine::run(void (*kernel)(const void*), std::vector<Cta>&& 
         clock_ns += round_ns;
         land_loads();
         test_flags();
-        std::vector<Fiber*>& rested = sleepers_[round % sleepers_.size()];
-        for (Fiber* fiber : rested) wake(fiber);
-        num_asleep_ -= rested.size();
-        rested.clear();
+        for (Fiber* fiber : sleepers_) wake(fiber);
+        sleepers_.clear();
         if (live_ > 0)
             if (Status status = watch(); status != Status::ok) return status;
     }

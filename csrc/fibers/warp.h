@@ -125,10 +125,7 @@ inline uint64_t globaltimer_ns() {
     return machine.clock_ns;
 }
 inline uint64_t clock_cycles() { return globaltimer_ns(); }
-inline void sleep_ns(uint32_t ns) {
-    uint64_t rounds = ns / Machine::round_ns + 1;
-    machine.sleep(machine.shuffled ? 1 + machine.random() % rounds : rounds);
-}
+inline void sleep_ns(uint32_t) { machine.sleep(); }
 
 inline void warp_sync() { warp_rendezvous(WarpOperation::sync); }
 inline uint32_t shfl(uint32_t v, int lane) { return warp_rendezvous(WarpOperation::shuffle, v, lane); }
