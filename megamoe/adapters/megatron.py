@@ -182,9 +182,8 @@ class MegaMoELayer(LibraryModule, MoELayer, metaclass=_EqualToItsBase):
 
         def state() -> RankConfig:
             check_experts(self.experts)  # again: they may have been wrapped
-            check_types(
-                self.experts, master_types(self._problem)
-            )  # not before: Float16Module casts
+            # Not before: Float16Module casts.
+            check_types(self.experts, master_types(self._problem))
             return RankConfig(lie_descending(self.experts))
 
         # A rank's ids name experts of all, so all have one order, which stays when parameters move.

@@ -30,7 +30,7 @@ _DTYPES = {
     **{torch.float8_e4m3fn: "F8_E4M3", torch.float32: "F32", torch.float16: "F16"},
     **{torch.bfloat16: "BF16", torch.int64: "I64"},
 }
-_STORED = {"U8": torch.uint8, "I8": torch.int8, "F8_E8M0": torch.float8_e8m0fnu}
+_STORED = {name: dtype for dtype, name in _DTYPES.items()}
 
 
 def write_packed(

@@ -14,7 +14,7 @@ EQUIPMENT = (
     "megamoe/backends/emulate",
     "megamoe/testing",
 )
-BUDGETS = {"product": 33_852, "equipment": 3_805}
+BUDGETS = {"product": 33_851, "equipment": 3_805}
 
 
 def lines() -> dict[str, int]:
