@@ -155,6 +155,7 @@ LAUNCHES: dict[str, Any] = {
     for name in (
         "forward",
         "packed",
+        "push",
         "train",
         "backward",
         "grouped",

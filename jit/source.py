@@ -23,7 +23,9 @@ KERNELS = {
     "train": "TrainLayer",
     "backward": "BackwardLayer",
     "few": "FewLayer",
+    "push": "PushLayer",
 }
+FEW = ("few", "push")  # for few tokens, of one rank and of several
 TILE = "Tile128x256"  # of csrc/megamoe/schedule/tile_shape.h
 
 QUANTIZE = "quantize-weights"  # the other kernels, of jit/quantize.py
@@ -79,7 +81,7 @@ class Variant:
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS or PRECISIONS[self.precision].cpp is None:
             raise ConfigError("precision", repr(self.precision), "one that has a kernel")
-        if self.kernel == "few" and not PRECISIONS[self.precision].few:
+        if self.kernel in FEW and not PRECISIONS[self.precision].few:
             raise ConfigError("precision", repr(self.precision), "'fp8', for few tokens")
         if self.kernel != "forward" and not PRECISIONS[self.precision].trains:
             raise ConfigError(
@@ -129,7 +131,7 @@ class Variant:
         """Render the translation unit; the emulator compiles the same text."""
         tile = f"{TILE}, true" if self.panels else TILE
         tile += ", E4m3Operands" * (self.weight_gradients == "e4m3")
-        body = "few" if self.kernel == "few" else "two_gemm"
+        body = self.kernel if self.kernel in FEW else "two_gemm"
         return f"""\
 #include "megamoe/kernels/{self.kernel}.cuh"
 
@@ -152,6 +154,7 @@ def variants(profile: bool = False) -> list[Variant]:
         Variant(precision, activation, profile, kernel, panels, products)
         for kernel, precision, activation in made
         if kernel == "forward" or precision in TRAINED
+        if kernel != "push"  # for developers: compiled where a layer has the option
         if kernel != "few" or PRECISIONS[precision].few
         for panels in ((False, True) if Variant.expands(precision, kernel) else (False,))
         for products in Variant._products(precision, kernel)

@@ -167,8 +167,11 @@ def fill_static(args: Any, plan: Plan, place: Place, encoder: Encoder) -> None:
     for rank, base in enumerate(place.window_bases):
         args.window[rank] = base
     for name, region in plan.window.items():
-        if hasattr(args, name):  # window_d_weights is backward's
-            setattr(args, name, region.offset)
+        for target in (args, getattr(args, "own", None)):
+            if hasattr(target, name):
+                setattr(target, name, region.offset)
+    if isinstance(args, abi.LAUNCHES["push"]):
+        args.own.tokens, args.own.ids_shift = layout.few_tokens(p), layout.few_ids_shift(p)
     args.abort = args.window[p.rank] + args.window_abort
     args.timeout_ns = place.timeout_ns
     args.join_ns, args.peers_ns = place.join_ns, place.peers_ns

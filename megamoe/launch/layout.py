@@ -90,13 +90,50 @@ def check_window(problem: Problem) -> None:
         raise ConfigError(reason)
 
 
-FEW_TOKENS = 64  # max_few_tokens of csrc/megamoe/cta/smem.h
+# max_few_tokens and max_pushed_tokens of csrc/megamoe/cta/smem.h
+FEW_TOKENS, PUSHED_TOKENS = 64, 256
 
 
 def has_few(problem: Problem) -> bool:
     """Say whether there is a kernel for forwards of few tokens; its h has half a block of rows an expert, in x_pool."""
     fits = problem.intermediate <= 2 * problem.hidden
     return problem.formats.few and problem.ep_size == 1 and fits
+
+
+def few_kernel(problem: Problem, few: bool, push: bool) -> str:
+    """Return the kernel of forwards of few tokens, or ""."""
+    return "push" if push else "few" if few and has_few(problem) else ""
+
+
+def check_push(problem: Problem) -> None:
+    """Raise ConfigError where the kernel for few tokens of several ranks cannot run: its h stands in x_pool."""
+    p = problem
+    for expected, holds in {
+        "several ranks": p.ep_size > 1,
+        "precision 'fp8'": p.formats.few,
+        "intermediate <= hidden <= 32768": p.intermediate <= p.hidden <= 32768,
+        "top_k <= 16": p.top_k <= 16,
+        "512 experts per rank or fewer": p.num_experts <= 512 * p.ep_size,
+    }.items():
+        if not holds:
+            raise ConfigError("push", True, f"False without {expected}")
+
+
+def few_tokens(problem: Problem) -> int:
+    """Return how many tokens a rank may have in a launch of few tokens."""
+    return min(FEW_TOKENS, PUSHED_TOKENS // problem.ep_size)
+
+
+def few_ids_shift(problem: Problem) -> int:
+    """Return the logarithm of the words that a token's ids take, two in each."""
+    return (-(-problem.top_k // 2) - 1).bit_length()
+
+
+def few_pool_rows(problem: Problem) -> int:
+    """Return the rows of a pool that holds any launch of few tokens over several ranks."""
+    p = problem
+    routes = p.ep_size * few_tokens(p) * p.top_k
+    return _round_up(routes + 32 * p.num_local_experts(p.rank), BLOCK_ROWS)
 
 
 def window_regions(problem: Problem) -> dict[str, Region]:
@@ -126,6 +163,12 @@ def _window(p: Problem) -> Iterator[_Spec]:
     if x != p.formats.dy:
         yield "window_dy", (tokens, hidden), torch.bfloat16
     yield "window_partials", (ranks, tokens, hidden), torch.bfloat16
+    if p.formats.few and ranks > 1:  # what ranks push in launches of few tokens
+        few, words = few_tokens(p), (1 << few_ids_shift(p)) + top_k
+        yield "window_few_words", (2, ranks, 1 + few * words), torch.int64
+        yield "window_few_x", (ranks, few, x.width(hidden)), x.dtype
+        yield "window_few_x_scale", (ranks, *x.scale_shape(few, hidden)), torch.float32
+        yield "window_few_x_ready", (ranks, few), torch.int32
 
 
 # --- the workspace: ordinary memory of one rank ---
@@ -378,6 +421,18 @@ def default_pool_rows(problem: Problem) -> int:
     expected = math.ceil(routes * SLACK * local / problem.num_experts)
     rows = _round_up(expected + BLOCK_ROWS * local, BLOCK_ROWS)
     return max(min(rows, worst_pool_rows(problem), MAX_POOL_ROWS), min_pool_rows(problem))
+
+
+def pool_rows_of(problem: Problem, pool_rows: int | None, push: bool) -> int:
+    """Return the rows of a layer's pool. push: it has launches of few tokens over several ranks."""
+    least = few_pool_rows(problem) if push else 0
+    if pool_rows is None:
+        return max(default_pool_rows(problem), least)
+    if pool_rows < least:
+        raise WorkspaceTooSmall(
+            f"pool_rows is {pool_rows}, expected at least {least} with push=True"
+        )
+    return pool_rows
 
 
 def memory_report(

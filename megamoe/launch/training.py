@@ -81,7 +81,6 @@ def fill_backward(args: Any, plan: Plan, base: int, encoder: Encoder, kept: int 
     if plan.transposes:
         for name in ("row_tokens", *layout.TRANSPOSED_SCALES):
             setattr(own, name, address[name])
-    own.window_d_weights = plan.window["window_d_weights"].offset
     set_map(args.hs, encoder(*hs_map(plan, address["hs"])))
     write(args, backward_rows(plan, address), encoder)
 

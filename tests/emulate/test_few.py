@@ -183,7 +183,7 @@ def test_random_configurations(seeds: range) -> None:
 
 
 FAULTS = {
-    "x_ready": ("kernels/few.cuh", "            announce_x(ctx);\n", ""),
+    "x_ready": ("rows/few.cuh", "        announce_x(ctx);\n", ""),
     "h_ready": (
         "rows/few.cuh",
         "lane == 0 && next.is_last)",

@@ -21,6 +21,7 @@ from megamoe.backends import reference
 from megamoe.backends.call import Call
 from megamoe.backends.select import make_backend
 from megamoe.launch.layout import BLOCK_ROWS, min_pool_rows
+from megamoe.launch.layout import few_tokens as few_kernel_tokens
 from megamoe.testing import compare, launch, make_inputs, make_weights, same_bits
 from megamoe.testing.intermediates import StageChecker
 from megamoe.window.window import Window
@@ -202,7 +203,30 @@ def modules(layer: Layer) -> list[str]:
     return wrong
 
 
-SCENARIOS = (routings, pools_and_grids, graphs, streams, modules)
+def few_tokens(layer: Layer) -> list[str]:
+    """The kernel for few tokens of several ranks: the bits of the ordinary one, also if a rank has many."""
+    if len(layer.ranks) == 1 or not layer.problem.formats.few:
+        return []
+    few, wrong = few_kernel_tokens(layer.problem), []
+    ordinary, backend = layer.backend(), layer.backend(push=True)
+    plans = [(kind, [few] * len(layer.ranks)) for kind in ("uniform", "hot", "duplicates")]
+    plans += [("dropped", [min(few, 1 + 8 * r) for r in layer.ranks])]
+    plans += [("uniform", [0] + [8] * (len(layer.ranks) - 1)), ("one_rank", [8] * len(layer.ranks))]
+    plans += [("uniform", [8] * (len(layer.ranks) - 1) + [MOST])]
+    inputs = [layer.inputs(kind, tokens, seed) for seed, (kind, tokens) in enumerate(plans)]
+    expected = [layer.call(ordinary, i) for i in inputs]
+    for _ in range(3):  # one behind the other, with no host in between
+        found = [layer.call(backend, i) for i in inputs]
+        for plan, y, e in zip(plans, found, expected, strict=True):
+            if not same_bits(y, e):
+                wrong.append(f"{plan}: other bits than the ordinary kernel")
+    for used in (ordinary, backend):
+        used.check()
+        used.close()
+    return wrong
+
+
+SCENARIOS = (routings, pools_and_grids, graphs, streams, modules, few_tokens)
 PRECISIONS = ("bf16", "fp8")
 
 

@@ -46,7 +46,7 @@ int main(int argc, char** argv) {
     Totals totals;
     for (const auto* list : {&edge_scenarios, &grid_scenarios, &reuse_scenarios, &launch_scenarios,
                              &pair_scenarios, &meeting_scenarios, &expansion_scenarios, &backward_scenarios,
-                             &training_scenarios, &few_scenarios}) {
+                             &training_scenarios, &few_scenarios, &push_scenarios}) {
         for (const Scenario& s : *list) {
             if (!only.empty() && std::string(s.name).find(only) == std::string::npos) continue;
             std::set<Mutation> sites;

@@ -52,6 +52,15 @@ class Memory {
 
     void fence_proxy_async_shared() { world_.fence_proxy_async_shared(thread_); }
 
+    // A word is a cell of 32 bits here: the epoch above 16 bits of value.
+    uint64_t load_word(Cell c) {
+        uint64_t v = load(c, Order::relaxed, Scope::system);
+        return v >> 16 << 32 | (v & 0xffff);
+    }
+    void store_word(Cell c, uint64_t v) {
+        store(c, static_cast<uint32_t>(v >> 32 << 16 | (v & 0xffff)), Order::relaxed, Scope::system);
+    }
+
     // Impatient with ns = 0, otherwise as patient as can be.
     bool await_for(Cell c, uint32_t target, uint32_t ns) {
         if (ns == 0) return load(c, Order::relaxed, Scope::system) == target;
@@ -179,6 +188,14 @@ class MutantMemory : public Memory {
         if (mutate("linger of target + 1", c)) ++target;
         if (mutate("linger of target - 1", c)) --target;
         return Memory::linger(c, target, cycles);
+    }
+    uint64_t load_word(Cell c) { return Memory::load_word(c); }
+    void store_word(Cell c, uint64_t v) {
+        if (mutate("word dropped", c)) return;
+        if (mutate("word of value + 1", c)) ++v;
+        if (mutate("word of epoch + 1", c)) v += uint64_t{1} << 32;
+        if (mutate("word of epoch - 1", c)) v -= uint64_t{1} << 32;
+        Memory::store_word(c, v);
     }
     using Memory::arrive;
     using Memory::expect;

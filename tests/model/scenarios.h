@@ -16,6 +16,7 @@ using megamoe::Ring;
 using megamoe::RoomFree;
 using megamoe::RoutesReady;
 using megamoe::RowsReady;
+using megamoe::WordPushed;
 using megamoe::XReady;
 using megamoe::YRowsReady;
 using Mem = MutantMemory;
@@ -46,6 +47,6 @@ inline constexpr const char *by_the_epoch = "ordered by the epoch cell's release
 
 extern const std::vector<Scenario> edge_scenarios, grid_scenarios, reuse_scenarios, launch_scenarios,
     pair_scenarios, meeting_scenarios, expansion_scenarios, backward_scenarios, training_scenarios,
-    few_scenarios;
+    few_scenarios, push_scenarios;
 
 }  // namespace model

@@ -133,6 +133,27 @@ struct FewSmem {
     Slots<num_dealt, uint64_t> slots;
 };
 
+// The same of few tokens of several ranks (rows/push.cuh). Tokens have numbers, in the order of their ranks.
+constexpr int max_pushed_tokens = 256, max_pushed_top_k = 16, max_pushed_experts = 512;
+struct PushSmem {
+    int16_t ids[max_pushed_top_k][max_pushed_tokens];  // local expert, or -1
+    uint32_t blocks[max_pushed_experts];               // routes of each expert, then its first block
+    uint16_t experts[max_pushed_experts];              // those with rows, ascending
+    uint16_t source[max_pushed_tokens];                // home << 8 | token
+    uint16_t unit[max_pushed_tokens];                  // rows of a unit, as below
+    int16_t first[max_ranks + 1];                      // of each rank's tokens
+    int32_t num_tokens, most;                          // of all ranks; of the rank that has most
+    struct Dealt {
+        Tile tile;
+        int32_t is_last;
+        uint16_t tokens[few_block_rows];  // k << 8 | number
+    } dealt[num_dealt];
+    Slots<num_dealt, uint64_t> slots;
+    int32_t many;        // a rank has more tokens
+    uint64_t listed;     // mbarriers: ids are here, and what is known of all ranks;
+    uint64_t all_begun;  // each rank has begun this launch
+};
+
 // Where pairs meet before a tile, packed: a cell of args.meet.came << 8 | pairs; 0: nowhere.
 struct PlacedMeeting {
     int packed;
@@ -172,6 +193,7 @@ struct Smem {
         GroupedSmem experts;
         StashedTable kept;
         FewSmem few;
+        PushSmem push;
     };
     int32_t row_batches_taken, token_batches_taken;  // by the movers of this CTA, in this pass
     PassPlan draft;                                  // this CTA's own; of a pair, CTA 0's is what both run
@@ -189,6 +211,8 @@ struct Smem {
     uint8_t tiles_begun[num_warps];  // by each warp, of that variant too
     uint32_t tile_marks[num_marked_tiles][num_tile_marks];
 };
+
+static_assert(sizeof(PushSmem) <= sizeof(MoverSmem), "no other launch has more for it");
 
 // All shared memory of a CTA.
 template <class S>

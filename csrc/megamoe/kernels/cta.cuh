@@ -39,18 +39,28 @@ MEGAMOE_DEVICE void init_barriers() {
     arch::cluster_sync();
 }
 
+// What a launch asks for. A layer that has an Ordinary one runs either.
+template <class T, class Ordinary = typename T::Ordinary>
+constexpr size_t smem_bytes_of(int) {
+    return max_of(sizeof(CtaSmem<typename T::Tiling>), sizeof(CtaSmem<typename Ordinary::Tiling>));
+}
+template <class T>
+constexpr size_t smem_bytes_of(...) {
+    return sizeof(CtaSmem<typename T::Tiling>);
+}
+
 }  // namespace megamoe
 
 // `body`: a function template of such a traits type, called with the arguments by all threads.
 #if defined(MEGAMOE_EMULATE)
 #include "megamoe/arch/host/entry.h"
-#define MEGAMOE_KERNEL(name, body, traits)                                                               \
-    MEGAMOE_HOST_ENTRY(name, traits::LaunchArgs, body<traits>, sizeof(megamoe::CtaSmem<traits::Tiling>), \
+#define MEGAMOE_KERNEL(name, body, traits)                                                        \
+    MEGAMOE_HOST_ENTRY(name, traits::LaunchArgs, body<traits>, megamoe::smem_bytes_of<traits>(0), \
                        megamoe::num_threads);
 #else
 #define MEGAMOE_KERNEL(name, body, traits)                                                                 \
     extern "C" __device__ const uint32_t megamoe_args_bytes = sizeof(traits::LaunchArgs);                  \
-    extern "C" __device__ const uint32_t megamoe_smem_bytes = sizeof(megamoe::CtaSmem<traits::Tiling>);    \
+    extern "C" __device__ const uint32_t megamoe_smem_bytes = megamoe::smem_bytes_of<traits>(0);           \
     extern "C" __global__ void __launch_bounds__(megamoe::num_threads, 1)                                  \
         __cluster_dims__(megamoe::pair_ctas, 1, 1) name(const __grid_constant__ traits::LaunchArgs args) { \
         body<traits>(args.args);                                                                           \

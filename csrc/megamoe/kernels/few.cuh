@@ -1,12 +1,12 @@
-// The layer of forward.cuh for few tokens of one rank: at most 64, and no plan. Tiles have up to 32 rows, in
+// The layer of forward.cuh for few tokens: at most 64 of one rank, and no plan. Tiles have up to 32 rows, in
 // the wide form; pairs of CTAs share nothing. rows/few.cuh has the rows' way, and what CTAs wait for.
 //
-//   warp 0      leaves what statistics() reads, in one CTA
+//   warp 0      leaves what statistics() reads, in one CTA; of several ranks: ids to peers, see rows/push.cuh
 //   warp 1      load_b: asks for weights as soon as it knows a tile
 //   warp 2      scatter: finished rows to memory
 //   warp 3      deal: tiles from the ids
 //   warps 4-7   gather: rows of A into slots, then reduce
-//   warps 8-15  x into e4m3, if it is in bf16; math, then reduce
+//   warps 8-15  x into e4m3, if it is in bf16, and of several ranks to peers; math, then reduce
 #pragma once
 #include "megamoe/kernels/forward.cuh"
 #include "megamoe/rows/few.cuh"
@@ -17,13 +17,14 @@ template <class P, class Activation, class S>
 struct FewLayer : ForwardLayer<P, Activation, S> {
     // Five slots of 32 KB of weights and 4 KB of rows.
     using Tiling = TileShape<few_block_rows, S::half_columns, 5, 2, TallOrWide, false>;
+    using Way = OneRank;
 };
 
 template <class T>
 MEGAMOE_DEVICE void init_few_barriers(Context& ctx) {
     static_assert(sizeof(CtaSmem<typename T::Tiling>) <= max_smem_bytes, "more than a CTA can have");
     auto& smem = tile_smem<T>();
-    FewSmem& few = ctx.smem.few;
+    auto& few = T::Way::smem(ctx);
     if (arch::thread_idx() == 0) {
         for (int s = 0; s < T::Tiling::num_slots; ++s) {
             arch::mbar_init(&smem.pipeline.full[s], 2);  // load_b and a warp of gather
@@ -37,6 +38,7 @@ MEGAMOE_DEVICE void init_few_barriers(Context& ctx) {
             arch::mbar_init(&few.slots.full[s], 1);
             arch::mbar_init(&few.slots.empty[s], 2 + num_transport_warps);  // load_b, scatter, gather
         }
+        T::Way::init(ctx);
         arch::mbar_fence_init();
     }
     cta_sync();
@@ -45,7 +47,7 @@ MEGAMOE_DEVICE void init_few_barriers(Context& ctx) {
 template <class T>
 MEGAMOE_DEVICE void load_few_weights(Context& ctx) {
     using Scales = typename T::Gemm1::B::Scales;
-    FewSmem& few = ctx.smem.few;
+    auto& few = T::Way::smem(ctx);
     auto& smem = tile_smem<T>();
     PipelineRing<T> ring;
     DealtRing dealt;
@@ -106,7 +108,6 @@ MEGAMOE_DEVICE void multiply_few(Context& ctx) {
 template <class T>
 MEGAMOE_DEVICE void leave_few(Context& ctx) {
     const Args& args = ctx.args;
-    cta_sync();
     if (arch::warp_idx() != first_transport_warp) return;
     int last = 0;
     if (arch::lane_idx() == 0)
@@ -126,8 +127,9 @@ MEGAMOE_DEVICE void leave_few(Context& ctx) {
     ctx.mem.store(args.epoch, ctx.epoch(), Order::release, Scope::gpu);
 }
 
+// Returns whether a rank has too many tokens; then nothing was run.
 template <class T>
-MEGAMOE_DEVICE void few(const Args& args) {
+MEGAMOE_DEVICE bool run_few(const Args& args) {
     Smem& smem = cta_smem<T>().common;
     Context ctx{args, smem, cta_smem<T>().routing, Memory(args)};
     begin_launch(ctx);
@@ -135,31 +137,38 @@ MEGAMOE_DEVICE void few(const Args& args) {
     init_few_barriers<T>(ctx);
     int warp = arch::warp_idx();
     if (warp >= first_math_warp) {
-        if (args.in_scale == nullptr) {
-            stage_rows<typename T::Gemm1::A, 1>(ctx, own_tokens<T>(args));
-            announce_x(ctx);
-            Profile<T>::mark(args, Mark::staged);
-        }
+        T::Way::template stage<T>(ctx);
         multiply_few<T>(ctx);
     } else if (warp >= first_transport_warp) {
         gather<T>(ctx);
         Profile<T>::mark(args, Mark::dispatched);
+    } else if (warp == load_a_role.first_warp) {
+        T::Way::template exchange<T>(ctx);
     } else if (warp == load_b_role.first_warp) {
         if (arch::lane_idx() == 0) load_few_weights<T>(ctx);
     } else if (warp == store_role.first_warp) {
         scatter<T>(ctx);
     } else if (warp == scheduler_role.first_warp) {
         deal<T>(ctx);
-    } else if (cta_idx(ctx) == 0) {
-        leave_counts<T>(ctx);
     }
     arch::warp_sync();
     if (warp >= first_transport_warp) {
-        reduce_few<T>(ctx);
+        T::Way::template reduce<T>(ctx);
         Profile<T>::mark(args, Mark::combined);
+    }
+    cta_sync();
+    if (T::Way::takes_ordinary(ctx)) {
+        cta_sync();  // all have seen it
+        return true;
     }
     leave_few<T>(ctx);
     Profile<T>::end(args, smem);
+    return false;
+}
+
+template <class T>
+MEGAMOE_DEVICE void few(const Args& args) {
+    run_few<T>(args);
 }
 
 }  // namespace megamoe

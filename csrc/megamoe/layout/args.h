@@ -271,6 +271,20 @@ struct PackedArgs {
     Gemm<1> gemm[2];
     Expanded expanded;
 };
+// A launch of few tokens of several ranks (rows/push.cuh): places in each rank's window for what the others push.
+struct Pushes {
+    int64_t window_few_words;    // [2, R, 1 + tokens * ((1 << ids_shift) + K)] uint64, of each home: count, ids, weights
+    int64_t window_few_x;        // [R, tokens, H] e4m3, of each home
+    int64_t window_few_x_scale;  // [R, tokens, ceil(H/128)] float
+    int64_t window_few_x_ready;  // [R, tokens] uint32 epoch: the token is there
+    int32_t tokens;              // that a rank may have
+    int32_t ids_shift;           // a token has 1 << ids_shift words of ids, with two in each
+};
+struct PushArgs {
+    Args args;
+    Gemm<1> gemm[2];
+    Pushes own;
+};
 struct TrainArgs {
     Args args;
     Gemm<2> gemm[2];

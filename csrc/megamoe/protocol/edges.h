@@ -39,6 +39,20 @@ struct XReady {
     }
 };
 
+// home rank -> expert rank, in a launch of few tokens: a count, two ids or a weight, pushed as a word that is
+// its own flag: its upper half is the epoch. It hands over nothing but itself.
+struct WordPushed {
+    template <class Mem, class Word>
+    static MEGAMOE_DEVICE void publish(Mem& mem, Word word, uint32_t epoch, uint32_t value) {
+        mem.store_word(word, uint64_t{epoch} << 32 | value);
+    }
+    template <class Mem, class Word>
+    static MEGAMOE_DEVICE uint64_t look(Mem& mem, Word word) {
+        return mem.load_word(word);
+    }
+    static MEGAMOE_PURE bool is_of(uint64_t seen, uint32_t epoch) { return seen >> 32 == epoch; }
+};
+
 // dispatch -> load_a: `rows` rows of a block are in the pool. Ordinary stores -> TMA loads.
 struct RowsReady {
     template <class Mem, class Cell>

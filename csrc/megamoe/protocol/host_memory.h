@@ -79,6 +79,17 @@ struct Memory : Mbarriers {
         return false;
     }
 
+    uint64_t load_word(const uint64_t* word) const {
+        fibers::machine.preemption_point();
+        fibers::machine.polled();
+        return *static_cast<const volatile uint64_t*>(word);
+    }
+    void store_word(uint64_t* word, uint64_t v) const {
+        fibers::machine.preemption_point();
+        ++fibers::machine.progress;
+        *static_cast<volatile uint64_t*>(word) = v;
+    }
+
     bool await_for(Cell cell, uint32_t target, uint32_t ns) const {
         uint64_t start = arch::globaltimer_ns();
         while (load(cell, Order::relaxed, Scope::system) != target) {

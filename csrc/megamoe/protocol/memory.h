@@ -8,8 +8,10 @@
 //   bool await(Cell, Until, uint32_t target, Scope, Wait)  acquiring, bounded poll; false = poisoned launch
 //   bool await_for(Cell, uint32_t target, uint32_t ns)     relaxed; false = that time was over first
 //   bool linger(Cell, uint32_t target, uint32_t cycles)    the same, at least the target, in cycles of the SM
-//   void fence_proxy_async()                             orders generic accesses with later async-proxy ones
-//   void async_complete()                                waits until this thread's bulk stores are written
+//   uint64_t load_word(uint64_t*), void store_word(uint64_t*, uint64_t)    relaxed, at system scope, in one
+//   piece void fence_proxy_async()                             orders generic accesses with later async-proxy
+//   ones void async_complete()                                waits until this thread's bulk stores are
+//   written
 //
 // Additions are at gpu scope, and take no other: nothing counts across ranks (a peer stores its epoch), and
 // an addition at system scope that is not implemented must not compile, rather than pass the checker and be

@@ -73,6 +73,15 @@ struct Memory : Mbarriers {
         }
     }
 
+    MEGAMOE_DEVICE uint64_t load_word(const uint64_t* word) const {
+        uint64_t v;
+        asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(word) : "memory");
+        return v;
+    }
+    MEGAMOE_DEVICE void store_word(uint64_t* word, uint64_t v) const {
+        asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(word), "l"(v) : "memory");
+    }
+
     MEGAMOE_DEVICE bool await_for(Cell cell, uint32_t target, uint32_t ns) const {
         uint64_t start = arch::globaltimer_ns();
         MEGAMOE_UNROLL_BY(1)

@@ -1,12 +1,14 @@
-// Few tokens of one rank, without a pool: every CTA finds its tiles from the ids alone. The row of a (token,
-// expert) stands where expert and token say, so nobody counts, scans or plans. Only for x in bf16, which all
-// CTAs quantize, gather waits for all of them.
+// Few tokens, without a pool: every CTA finds its tiles from the ids alone. The row of a (token, expert)
+// stands where expert and token say, so nobody counts, scans or plans. Of one rank, only for x in bf16, which
+// all CTAs quantize, gather waits for all of them.
 //
 //   h        expert * 64 + i, for the i-th token of the expert, in the place of x_pool
 //   y_rows   expert * 64 + token
 //
 // deal finds tiles, gather brings their rows into pipeline slots, scatter takes them out of output slots, and
-// reduce sums the rows of a token. Experts have a counter for each GEMM, of tiles that are done.
+// reduce sums the rows of a token. Experts have a counter for each GEMM, of tiles that are done. A layer's
+// Way says where ids and x come from and where sums go: OneRank below, or Pushed (rows/push.cuh), whose rows
+// have other places.
 #pragma once
 #include "megamoe/formats/e4m3.cuh"
 #include "megamoe/gemm/gemm.cuh"
@@ -118,7 +120,7 @@ template <class T>
 MEGAMOE_DEVICE void deal(Context& ctx) {
     const Args& args = ctx.args;
     DealtRing ring;
-    int experts = list_experts<T>(ctx);
+    int experts = T::Way::template list<T>(ctx);
     Profile<T>::mark(args, Mark::routed);
     int ctas = num_ctas(ctx), from_last = ctas - 1 - cta_idx(ctx);
     int tiles1 = Shape<T>::tiles(args, GemmId::gemm1), tiles2 = Shape<T>::tiles(args, GemmId::gemm2);
@@ -127,32 +129,33 @@ MEGAMOE_DEVICE void deal(Context& ctx) {
     MEGAMOE_UNROLL_BY(1)
     while (unit1 < experts * tiles1 || unit2 < experts * tiles2) {
         bool is_h = unit1 < experts * tiles1;
-        deal_unit<T>(ctx, ring, is_h ? GemmId::gemm1 : GemmId::gemm2, is_h ? unit1 : unit2,
-                     is_h ? tiles1 : tiles2);
+        T::Way::template deal_unit<T>(ctx, ring, is_h ? GemmId::gemm1 : GemmId::gemm2, is_h ? unit1 : unit2,
+                                      is_h ? tiles1 : tiles2);
         (is_h ? unit1 : unit2) = is_h ? unit1 + ctas : shares.behind(unit2, from_last, ctas);
     }
     Profile<T>::mark(args, Mark::planned);
     if (arch::lane_idx() != 0) return;  // a late one could miss the phase: nobody waits for it
-    ring.acquire(ctx.mem, ctx.smem.few.slots);
-    ctx.smem.few.dealt[ring.slot()].tile = Tile::none();
-    ring.commit(ctx.mem, ctx.smem.few.slots);
+    auto& few = T::Way::smem(ctx);
+    ring.acquire(ctx.mem, few.slots);
+    few.dealt[ring.slot()].tile = Tile::none();
+    ring.commit(ctx.mem, few.slots);
 }
 
 // One warp of all CTAs: routes by chunk and expert, as the ordinary prologue leaves them for statistics().
-template <class T>
-MEGAMOE_DEVICE void leave_counts(Context& ctx) {
+// most: tokens of the rank that has most; expert_at(home, token, k): the local expert, or -1.
+template <class ExpertAt>
+MEGAMOE_DEVICE void leave_counts(Context& ctx, int most, ExpertAt expert_at) {
     const Args& args = ctx.args;
-    int lane = arch::lane_idx(), tokens = own_tokens<T>(args), chunks = num_chunks_of(tokens, 1);
+    int lane = arch::lane_idx(), chunks = num_chunks_of(most, args.num_ranks);
     auto prefix = [&](int expert) { return args.chunk_prefix + int64_t{expert} * (args.max_chunks + 1); };
-    if (lane == 0) route_cell(ctx, args.rank, args.rank)->num_tokens = static_cast<uint32_t>(tokens);
     for (int e = lane; e < args.num_local_experts; e += 32)
         for (int c = 0; c <= chunks; ++c) prefix(e)[c] = 0;
     arch::warp_sync();
     MEGAMOE_UNROLL_BY(1)
     for (int i = 0; i < chunks * args.top_k; ++i) {
-        int chunk = i / args.top_k, token = chunk * chunk_tokens + lane, expert = -1;
-        if (token < tokens) expert = topk_id(args, token * args.top_k + i % args.top_k) - args.expert_begin;
-        if (expert >= args.num_local_experts) expert = -1;
+        int chunk = i / args.top_k, ordered = chunk * chunk_tokens + lane;
+        int expert =
+            expert_at(home_of(ordered, args.num_ranks), token_of(ordered, args.num_ranks), i % args.top_k);
         uint32_t same = arch::match_any(expert);
         for (int c = chunk + 1; c <= chunks && expert >= 0 && (same & arch::lanes_below()) == 0; ++c)
             prefix(expert)[c] += arch::popc(same);
@@ -161,14 +164,15 @@ MEGAMOE_DEVICE void leave_counts(Context& ctx) {
 }
 
 // A warp's next tile, with the token of its row number `lane`.
+template <class T>
 struct DealtTile {
     Tile tile;
     int token;
     bool is_last;
     MEGAMOE_DEVICE DealtTile(Context& ctx, DealtRing& ring) {
-        FewSmem& few = ctx.smem.few;
+        auto& few = T::Way::smem(ctx);
         ring.await(ctx.mem, few.slots);
-        const FewSmem::Dealt& dealt = few.dealt[ring.slot()];
+        const auto& dealt = few.dealt[ring.slot()];
         tile = dealt.tile;
         token = dealt.tokens[arch::lane_idx()];
         is_last = dealt.is_last != 0;
@@ -201,8 +205,7 @@ MEGAMOE_DEVICE void copy_rows(const RowsInMemory& from, Slot& slot, float* scale
     arch::copies_wait();
 }
 
-// A of all tiles, by the transport warps: each fills every fourth slot. x in e4m3 comes from where the caller
-// has it.
+// A of all tiles, by the transport warps: each fills every fourth slot.
 template <class T>
 MEGAMOE_DEVICE void gather(Context& ctx) {
     const Args& args = ctx.args;
@@ -212,14 +215,7 @@ MEGAMOE_DEVICE void gather(Context& ctx) {
     static_assert(T::Tiling::num_slots >= num_transport_warps, "a warp takes slots that are still in use");
     PipelineRing<T> ring;
     DealtRing dealt;
-    bool staged = args.in_scale == nullptr;  // by the math warps, in e4m3
-    if (staged && arch::lane_idx() == 0)
-        XReady::await(ctx.mem, ctx.window<uint32_t>(args.rank, args.window_staged) + args.rank, ctx.epoch(),
-                      args.rank);
-    arch::warp_sync();
-    auto* x = staged ? ctx.window<const uint8_t>(args.rank, args.window_x)
-                     : static_cast<const uint8_t*>(args.rows_in);
-    auto* x_scale = staged ? ctx.window<const float>(args.rank, args.window_x_scale) : args.in_scale;
+    typename T::Way::template X<T> x(ctx);
     int turn = transport_warp();  // slots until this warp's next one
     auto take = [&] {
         bool mine = turn == 0;
@@ -233,16 +229,14 @@ MEGAMOE_DEVICE void gather(Context& ctx) {
         if (arch::lane_idx() == 0) ring.commit(ctx.mem, smem.pipeline);
     };
     for (;;) {
-        DealtTile next(ctx, dealt);
+        DealtTile<T> next(ctx, dealt);
         const Tile& tile = next.tile;
         if (!tile.valid()) break;
         Profile<T>::begin_tile(ctx.smem);
         int rows = tile.rows();
         RowsInMemory from;
         if (tile.gemm == GemmId::gemm1) {
-            int token = arch::lane_idx() < rows ? next.token : 0;
-            from = {x + int64_t{token} * args.hidden,
-                    x_scale + int64_t{token} * T::Gemm1::A::num_scales(args.hidden), 1, args.hidden};
+            from = x.rows(ctx, next.token, rows);
         } else {
             if (arch::lane_idx() == 0)
                 HReady::await(ctx.mem, few_done<T>(args, GemmId::gemm1, tile.expert()),
@@ -273,7 +267,7 @@ MEGAMOE_DEVICE void scatter(Context& ctx) {
     DealtRing dealt;
     int lane = arch::lane_idx();
     for (;;) {
-        DealtTile next(ctx, dealt);
+        DealtTile<T> next(ctx, dealt);
         const Tile& tile = next.tile;
         if (!tile.valid()) break;
         Profile<T>::begin_tile(ctx.smem);
@@ -281,7 +275,7 @@ MEGAMOE_DEVICE void scatter(Context& ctx) {
         int64_t row_bytes = is_h ? args.intermediate : args.hidden * 2;
         int halves = is_h ? T::Gemm1::Epilogue::halves : 2, boxes = is_h ? 1 : 2;
         int row = scale_row0<T>(tile) + lane;
-        if (!is_h) row = tile.expert() * max_few_tokens + next.token;
+        if (!is_h) row = T::Way::y_row(args, tile.expert(), next.token);
         auto* base = static_cast<uint8_t*>(is_h ? args.x_pool : args.y_rows);
         MEGAMOE_UNROLL_BY(1)
         for (int half = 0; half < halves; ++half) {
@@ -307,33 +301,57 @@ MEGAMOE_DEVICE void scatter(Context& ctx) {
     }
 }
 
-// Lane k: is the token's k-th expert done? False for all lanes in a launch that is given up.
-template <class T>
-MEGAMOE_DEVICE bool await_experts(Context& ctx, int expert) {
-    uint32_t* cell = few_done<T>(ctx.args, GemmId::gemm2, max_of(expert, 0));
-    uint32_t tiles = Shape<T>::tiles(ctx.args, GemmId::gemm2), begun = ctx.mem.coarse_time();
+// Polls until ready() holds for all lanes. False for all of them in a launch that is given up. wait, expected
+// and cell are a lane's, for the fault record.
+template <class Ready>
+MEGAMOE_DEVICE bool await_lanes(Context& ctx, Wait wait, uint32_t expected, const Memory::Cell cell,
+                                Ready is_ready) {
+    uint32_t begun = ctx.mem.coarse_time();
     MEGAMOE_UNROLL_BY(1)
     for (uint32_t polls = 1;; ++polls) {
-        bool ready = expert < 0 || YRowsReady::ready(ctx.mem, cell, tiles);
+        bool ready = is_ready();
         if (arch::ballot(!ready) == 0) break;
         arch::sleep_ns(32);
-        if (polls % 64 != 0) continue;
+        if (polls % 16 != 0) continue;
         bool late = !ready && ctx.mem.coarse_time() - begun > ctx.mem.coarse_timeout();
-        if (late)
-            ctx.mem.fault({Edge::y_rows_ready, max_ranks, static_cast<uint32_t>(expert)}, tiles,
-                          ctx.mem.load(cell, Order::relaxed, Scope::gpu));
+        if (late) ctx.mem.fault(wait, expected, ctx.mem.load(cell, Order::relaxed, Scope::gpu));
         if (arch::ballot(late || ctx.mem.aborted()) != 0) return false;
     }
     arch::warp_sync();
     return true;
 }
+// Lane k: is the token's k-th expert done?
+template <class T>
+MEGAMOE_DEVICE bool await_experts(Context& ctx, int expert) {
+    uint32_t* cell = few_done<T>(ctx.args, GemmId::gemm2, max_of(expert, 0));
+    uint32_t tiles = Shape<T>::tiles(ctx.args, GemmId::gemm2);
+    return await_lanes(ctx, {Edge::y_rows_ready, max_ranks, static_cast<uint32_t>(expert)}, tiles, cell,
+                       [&] { return expert < 0 || YRowsReady::ready(ctx.mem, cell, tiles); });
+}
 
-// Movers: y of a token, a vector of it a lane. All of its rows are in flight, up to eight; they are added in
-// k order. A token without routes becomes zeros.
+// One warp: of vector v of each row of y_rows, with weights: lane k holds those of source k, for each set
+// bit. All rows are in flight, up to eight; they are added in k order.
+MEGAMOE_DEVICE void sum_few(float (&sum)[8], uint64_t row, float weight, uint32_t sources, int v, int vectors,
+                            int count) {
+    constexpr int ahead = 8;
+    MEGAMOE_UNROLL_BY(1)
+    for (int k0 = 0; k0 < count; k0 += ahead) {
+        uint4_t data[ahead];
+        MEGAMOE_UNROLL
+        for (int j = 0; j < ahead; ++j) {
+            auto* from = reinterpret_cast<const uint4_t*>(arch::shfl(row, k0 + j));
+            data[j] = arch::load_streaming_below(from, v, (sources >> j & 1) != 0 ? vectors : 0);
+        }
+        MEGAMOE_UNROLL
+        for (int j = 0; j < ahead; ++j) add_vector(sum, data[j], arch::shfl(weight, k0 + j));
+        sources >>= ahead;
+    }
+}
+
+// Movers: y of a token, a vector of it a lane. A token without routes becomes zeros.
 template <class T>
 MEGAMOE_DEVICE void reduce_few(Context& ctx) {
     const Args& args = ctx.args;
-    constexpr int ahead = 8;
     int lane = arch::lane_idx(), vectors = args.hidden / sum_vector, slices = ceil_div(vectors, 32);
     MEGAMOE_UNROLL_BY(1)
     for (int job = mover_warp() * num_ctas(ctx) + cta_idx(ctx); job < own_tokens<T>(args) * slices;
@@ -352,21 +370,74 @@ MEGAMOE_DEVICE void reduce_few(Context& ctx) {
         auto row = reinterpret_cast<uint64_t>(rows + int64_t{expert * max_few_tokens + token} * vectors);
         uint32_t sources = arch::ballot(expert >= 0);
         float sum[8] = {};
-        MEGAMOE_UNROLL_BY(1)
-        for (int k0 = 0; k0 < args.top_k; k0 += ahead) {
-            uint4_t data[ahead];
-            MEGAMOE_UNROLL
-            for (int j = 0; j < ahead; ++j) {
-                auto* from = reinterpret_cast<const uint4_t*>(arch::shfl(row, k0 + j));
-                data[j] = arch::load_streaming_below(from, v, (sources >> j & 1) != 0 ? vectors : 0);
-            }
-            MEGAMOE_UNROLL
-            for (int j = 0; j < ahead; ++j) add_vector(sum, data[j], arch::shfl(weight, k0 + j));
-            sources >>= ahead;
-        }
+        sum_few(sum, row, weight, sources, v, vectors, args.top_k);
         auto* y = static_cast<uint4_t*>(args.rows_out) + int64_t{token} * vectors;
         arch::store_vec_below(y, v, vectors, pack_vector(sum));
     }
 }
+
+// ids and x where the caller has them, sums into y.
+struct OneRank {
+    static MEGAMOE_DEVICE FewSmem& smem(Context& ctx) { return ctx.smem.few; }
+    static MEGAMOE_DEVICE void init(Context&) {}
+    template <class T>
+    static MEGAMOE_DEVICE void stage(Context& ctx) {
+        if (ctx.args.in_scale != nullptr) return;
+        stage_rows<typename T::Gemm1::A, 1>(ctx, own_tokens<T>(ctx.args));
+        announce_x(ctx);
+        Profile<T>::mark(ctx.args, Mark::staged);
+    }
+    // One warp: what statistics() reads.
+    template <class T>
+    static MEGAMOE_DEVICE void exchange(Context& ctx) {
+        const Args& args = ctx.args;
+        if (cta_idx(ctx) != 0) return;
+        int tokens = own_tokens<T>(args);
+        if (arch::lane_idx() == 0)
+            route_cell(ctx, args.rank, args.rank)->num_tokens = static_cast<uint32_t>(tokens);
+        leave_counts(ctx, tokens, [&](int, int token, int k) {
+            int expert = token < tokens ? topk_id(args, token * args.top_k + k) - args.expert_begin : -1;
+            return expert < args.num_local_experts ? expert : -1;
+        });
+    }
+    template <class T>
+    static MEGAMOE_DEVICE int list(Context& ctx) {
+        return list_experts<T>(ctx);
+    }
+    template <class T>
+    static MEGAMOE_DEVICE void deal_unit(Context& ctx, DealtRing& ring, GemmId id, int unit, int tiles) {
+        megamoe::deal_unit<T>(ctx, ring, id, unit, tiles);
+    }
+    // What gather reads: x in e4m3 as the caller has it, or as the math warps have staged it.
+    template <class T>
+    struct X {
+        const uint8_t* first;
+        const float* scale;
+        MEGAMOE_DEVICE explicit X(Context& ctx) {
+            const Args& args = ctx.args;
+            bool staged = args.in_scale == nullptr;
+            if (staged && arch::lane_idx() == 0)
+                XReady::await(ctx.mem, ctx.window<uint32_t>(args.rank, args.window_staged) + args.rank,
+                              ctx.epoch(), args.rank);
+            arch::warp_sync();
+            first = staged ? ctx.window<const uint8_t>(args.rank, args.window_x)
+                           : static_cast<const uint8_t*>(args.rows_in);
+            scale = staged ? ctx.window<const float>(args.rank, args.window_x_scale) : args.in_scale;
+        }
+        MEGAMOE_DEVICE RowsInMemory rows(Context& ctx, int of_lane, int count) const {
+            int token = arch::lane_idx() < count ? of_lane : 0, hidden = ctx.args.hidden;
+            return {first + int64_t{token} * hidden, scale + int64_t{token} * T::Gemm1::A::num_scales(hidden),
+                    1, hidden};
+        }
+    };
+    static MEGAMOE_DEVICE int y_row(const Args&, int expert, int token) {
+        return expert * max_few_tokens + token;
+    }
+    template <class T>
+    static MEGAMOE_DEVICE void reduce(Context& ctx) {
+        reduce_few<T>(ctx);
+    }
+    static MEGAMOE_DEVICE bool takes_ordinary(const Context&) { return false; }
+};
 
 }  // namespace megamoe

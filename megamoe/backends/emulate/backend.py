@@ -37,13 +37,14 @@ class EmulateBackend(Gathered):
         pool_rows: int | None = None,
         weight_gradients: str = "bf16",
         few: bool = True,
+        push: bool = False,
     ) -> None:
         layout.check_window(problem)
         super().__init__(problem, group)
-        self._has_few = few and layout.has_few(problem)
+        self._few = layout.few_kernel(problem, few, push)
         self._options: dict[str, Any] = {
             "num_ctas": num_ctas,
-            "pool_rows": pool_rows,
+            "pool_rows": layout.pool_rows_of(problem, pool_rows, push) if push else pool_rows,
             "weight_gradients": weight_gradients,
         }
         self._emulation: Emulation | None = None
@@ -67,7 +68,8 @@ class EmulateBackend(Gathered):
 
     def _kind(self, tokens: int) -> str:
         """Return the kernel of a forward that saves nothing."""
-        return "few" if self._has_few and tokens <= layout.FEW_TOKENS else "forward"
+        takes_few = tokens <= layout.FEW_TOKENS or self._few == "push"  # which has both bodies
+        return self._few if self._few and takes_few else "forward"
 
     @property
     def state_bytes(self) -> int:  # type: ignore[override]

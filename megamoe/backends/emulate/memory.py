@@ -24,6 +24,7 @@ MAP_MARK = 0x70614D54  # EmulatedTensorMap::valid_mark in csrc/fibers/tma.h
 _POISONED = (
     *("x_pool", "x_pool_scale", "h", "h_scale", "y_rows", "panels"),
     *("window_weights", "window_x", "window_x_scale", "window_partials", "window_d_weights"),
+    *("window_few_x", "window_few_x_scale"),
 )
 
 

@@ -28,7 +28,7 @@ from megamoe.core.errors import ArgumentError, ConfigError, MegaMoEError, RankMi
 from megamoe.formats.weights import ExpertWeights
 from megamoe.group.group import Group, RankConfig
 from megamoe.jit import cache
-from megamoe.jit.source import Variant
+from megamoe.jit.source import FEW, Variant
 from megamoe.launch import layout
 from megamoe.launch.arguments import Plan
 from megamoe.launch.launches import current_device, on_device, refuse_capture
@@ -82,7 +82,8 @@ class MegaBackend(Backend):
     launch. step_blocks: length of a step of the tile order (csrc/megamoe/schedule/order.h), None: automatic.
     pdl: programmatic dependent launch. profile: in-kernel timestamps, see clock_ghz(). weight_gradients: what backward
     multiplies for them, "bf16" or, in FP8, "e4m3". few: False: not the kernel for few tokens, where the layer has
-    it. agreed: what each rank stated, where the ranks have compared that and the problem; None: they do so now.
+    it. push: the one for several ranks. agreed: what each rank stated, where the ranks have compared that and the
+    problem; None: they do so now.
 
     A CUDA graph may capture forward() after prepare(). Replays of one window's graphs and other calls of that window
     must be ordered by the user's streams.
@@ -103,6 +104,7 @@ class MegaBackend(Backend):
         device: torch.device | str | None = None,
         weight_gradients: str = "bf16",
         few: bool = True,
+        push: bool = False,
         agreed: Mapping[int, Stated] | None = None,
     ) -> None:
         from megamoe.jit.driver import device_attribute
@@ -125,7 +127,8 @@ class MegaBackend(Backend):
         self.device = self.window.device
         self._ordinal = self.device.index or 0
         self._on_gpu = self.device.type == "cuda"
-        rows = layout.default_pool_rows(problem) if pool_rows is None else pool_rows
+        push = push and agreed[self.window.group.rank].share.join_ns == 0  # it has no door
+        rows = layout.pool_rows_of(problem, pool_rows, push)
         self.plan = Plan(problem, rows, self.window.spec.max_tokens, weight_gradients)
         _ = self.plan.workspace  # raises WorkspaceTooSmall
         self.state_bytes = self.plan.train_state_bytes
@@ -149,7 +152,7 @@ class MegaBackend(Backend):
             pdl=pdl,
             step_blocks=step_blocks,
             profile=self.profile,
-            few=few and layout.has_few(problem),
+            few=layout.few_kernel(problem, few, push),
         )
         self._forward: Forward | None = None
         self._training: Training | None = None
@@ -305,7 +308,7 @@ class MegaBackend(Backend):
         """
         self.check()
         layer, kernel = self.window.last_launch or (None, "")
-        if layer != self._kernels.layer or kernel == "few":
+        if layer != self._kernels.layer or kernel in FEW:
             return {}
         single = int(self.statistics().passes) == 1
         found = kinds.rows_of_forward(self.problem, self._tables(kernel)) if single else {}

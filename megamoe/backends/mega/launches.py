@@ -37,7 +37,7 @@ from megamoe.launch.arguments import (
     fill_weights,
 )
 from megamoe.launch.launches import allocator, launch_lock, launch_order, on_device
-from megamoe.launch.layout import FEW_TOKENS
+from megamoe.launch.layout import few_tokens
 from megamoe.launch.training import (
     fill_backward,
     fill_backward_call,
@@ -87,7 +87,7 @@ class LayerKernels:
     pdl: bool
     step_blocks: int | None  # None: the default of arguments.py
     profile: Tensor | None  # [grid, PROFILE_SLOTS] int64
-    few: bool  # forwards of at most FEW_TOKENS tokens take the kernel for few tokens
+    few: str  # the kernel of forwards of few tokens, or ""
 
     def load(self, variant: Variant, beside: Any = None) -> Any:
         """Compile or load one kernel; return its Launcher, whose argument block is filled so far.
@@ -115,7 +115,8 @@ class LayerKernels:
         """Do what load() does for forwards that save nothing: names and Launchers, by the least tokens, descending."""
         kernels, found = {0: variant}, dict[int, tuple[str, Any]]()
         if self.few:
-            kernels = {0: replace(variant, kernel="few"), FEW_TOKENS + 1: variant}
+            most = few_tokens(self.plan.problem)
+            kernels = {0: replace(variant, kernel=self.few), most + 1: variant}
         if "panels" in self.plan.workspace:
             kernels[panels.least_tokens(self.plan.problem)] = replace(variant, panels=True)
         kernels = {n: k for n, k in kernels.items() if n <= self.plan.problem.max_tokens}

@@ -164,6 +164,8 @@ MEMORY = {
     "mem.store(cell, out, Order::relaxed, Scope::gpu)": "STG.E.STRONG.SYS",
     "mem.store(cell, out, Order::release, Scope::gpu)": "MEMBAR.ALL.GPU STG.E.STRONG.GPU",
     "mem.store(cell, out, Order::release, Scope::system)": "MEMBAR.ALL.SYS STG.E.STRONG.SYS",
+    "uint64_t v = mem.load_word(word(cell)); out = static_cast<uint32_t>(v ^ v >> 32)": "LDG.E.64.STRONG.SYS",
+    "mem.store_word(word(cell), out)": "STG.E.64.STRONG.SYS",
     "mem.add(cell, out, Order::relaxed)": "REDG.E.ADD.STRONG.GPU",
     "mem.add(cell, out, Order::release)": "MEMBAR.ALL.GPU REDG.E.ADD.STRONG.GPU",
     "out = mem.fetch_add(cell, out)": "MEMBAR.ALL.GPU ATOMG.E.ADD.STRONG.GPU CCTL.IVALL",
@@ -176,6 +178,7 @@ MEMORY = {
     "out = PartialsReady::ready(mem, cell, 1)": "LDG.E.STRONG.SYS CCTL.IVALL",
     "out = YRowsReady::ready(mem, cell, 1)": "LDG.E.STRONG.GPU CCTL.IVALL",
 }
+WORD = "__device__ uint64_t* word(uint32_t* cell) { return reinterpret_cast<uint64_t*>(cell); }\n"
 ORDERING = re.compile(r"MEMBAR|FENCE|CCTL|DEPBAR|REDG|ATOMG|\w+(\.\w+)*\.STRONG")
 PRIMITIVE = """
 extern "C" __global__ void kernel_%d(const __grid_constant__ Args args, uint32_t* cell, uint32_t* result) {
@@ -190,7 +193,7 @@ extern "C" __global__ void kernel_%d(const __grid_constant__ Args args, uint32_t
 def primitives(statements, folder):
     header = '#include "megamoe/protocol/edges.h"\n#include "megamoe/protocol/ptx_memory.cuh"\n'
     kernels = "".join(PRIMITIVE % pair for pair in enumerate(statements))
-    cubin = compile_source(f"{header}using namespace megamoe;\n{kernels}").cubin
+    cubin = compile_source(f"{header}using namespace megamoe;\n{WORD}{kernels}").cubin
     found = disassemble(cubin, folder)
     return [found[f"kernel_{i}"] for i in range(len(statements))]
 

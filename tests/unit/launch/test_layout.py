@@ -59,7 +59,9 @@ def test_regions_are_aligned_ordered_and_apart():
 
 def test_names_are_fields_of_args():
     fields = abi.field_names(abi.Args)
-    of_training = [n for s in ("State", "Backward") for n in abi.field_names(abi.STRUCTURES[s])]
+    of_training = [
+        n for s in ("State", "Backward", "Pushes") for n in abi.field_names(abi.STRUCTURES[s])
+    ]
     windows = {name for name in fields + of_training if name.startswith("window_")}
     # what rows of the table, maps or parts of the argument name
     rows = {
@@ -93,7 +95,7 @@ def test_shapes_are_those_of_the_header():
     tables = {name: region for regions in regions_of(problem) for name, region in regions.items()}
     values = {
         "L": 2, "K": 3, "H": 272, "I": 144, "M": rows, "C": 12, "R": 4, "max_tokens": 70,
-        "P": 2, "S": 4, "ready_cells": 8192,
+        "P": 2, "S": 4, "ready_cells": 8192, "tokens": 64, "ids_shift": 1,
     }  # fmt: skip
 
     def number(text):

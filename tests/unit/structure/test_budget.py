@@ -14,7 +14,7 @@ EQUIPMENT = (
     "megamoe/backends/emulate",
     "megamoe/testing",
 )
-BUDGETS = {"product": 33_851, "equipment": 3_805}
+BUDGETS = {"product": 34_584, "equipment": 3_819}
 
 
 def lines() -> dict[str, int]:

@@ -1,0 +1,78 @@
+"""The host's side of launches of few tokens over several ranks: each rank takes a kernel by its own tokens alone."""
+
+import threading
+import traceback
+from dataclasses import replace
+
+import driver_stub
+import pytest
+from driver_stub import backend_of, forward, tensors
+
+from megamoe.backends.select import check_options
+from megamoe.core.config import Problem
+from megamoe.core.errors import ConfigError, WorkspaceTooSmall
+from megamoe.group.group import ThreadGroup
+from megamoe.jit import module
+from megamoe.launch import layout
+
+pytestmark = pytest.mark.stub
+PROBLEM = replace(driver_stub.PROBLEM, ep_size=2)
+
+
+def on_ranks(body):
+    found = [None, None]
+
+    def run(member):
+        try:
+            found[member.rank] = body(replace(PROBLEM, rank=member.rank), member)
+        except BaseException:
+            found[member.rank] = traceback.format_exc()
+
+    threads = [threading.Thread(target=run, args=(m,)) for m in ThreadGroup.create(2, 20)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(isinstance(of_rank, str) for of_rank in found), found
+    return found
+
+
+def test_each_rank_takes_a_kernel_by_its_own_tokens(monkeypatch):
+    made = {name: driver_stub.kernel() for name in ("push-fp8-swiglu", "fp8-swiglu")}
+    monkeypatch.setattr(module, "load_kernel", lambda variant, device: made[str(variant)])
+
+    def body(problem, member):
+        backend = backend_of(problem, group=member, push=True)
+        weights, kernels = driver_stub.weights_of(problem), []
+        for tokens in (64, 65, 8) if member.rank else (0, 1, 70):
+            x, ids, scores = tensors(tokens)
+            forward(backend, x, ids, scores, weights)
+            kernels.append(
+                next(n for n, k in made.items() if k is backend._forward.launcher.kernel)
+            )
+            assert backend._forward.argument.num_tokens == tokens
+        own, plan = backend._forward.argument.own, backend.plan
+        for name in ("words", "x", "x_scale", "x_ready"):
+            assert (
+                getattr(own, f"window_few_{name}") == plan.window[f"window_few_{name}"].offset > 0
+            )
+        assert (own.tokens, 1 << own.ids_shift) == (64, -(-problem.top_k // 2))
+        assert plan.pool_rows >= layout.few_pool_rows(problem)
+        return kernels
+
+    few, many = made
+    assert on_ranks(body) == [[few, few, many], [few, many, few]]
+
+
+def test_a_problem_that_it_cannot_run():
+    problem = Problem(288, 160, 8, 3, ep_size=2, max_tokens=70, precision="fp8")
+    for changed, expected in {
+        "precision 'fp8'": {"precision": "bf16"},
+        "intermediate <= hidden <= 32768": {"intermediate": 304},
+        "top_k <= 16": {"top_k": 17, "num_experts": 18},
+        "several ranks": {"ep_size": 1},
+    }.items():
+        with pytest.raises(ConfigError, match=f"push is True, expected False without {changed}"):
+            check_options(replace(problem, **expected), None, {"push": True})
+    with pytest.raises(WorkspaceTooSmall, match="at least 512 with push=True"):
+        layout.pool_rows_of(problem, 384, push=True)
