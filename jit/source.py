@@ -154,8 +154,7 @@ def variants(profile: bool = False) -> list[Variant]:
         Variant(precision, activation, profile, kernel, panels, products)
         for kernel, precision, activation in made
         if kernel == "forward" or precision in TRAINED
-        if kernel != "push"  # for developers: compiled where a layer has the option
-        if kernel != "few" or PRECISIONS[precision].few
+        if kernel not in FEW or PRECISIONS[precision].few
         for panels in ((False, True) if Variant.expands(precision, kernel) else (False,))
         for products in Variant._products(precision, kernel)
     ]

@@ -37,7 +37,6 @@ class Options:
         num_ctas: for developers: CTAs of a launch
         rounding: for developers: where the reference rounds
         few: for developers: `False`: the kernel for few tokens is never taken
-        push: for developers: `True`: the kernel for few tokens of several ranks is taken
     """
 
     routed_scaling_factor: float = 1.0
@@ -61,7 +60,6 @@ class Options:
     num_ctas: Any = None
     rounding: Any = None
     few: Any = None
-    push: Any = None
 
     @staticmethod
     def of(options: Options | None, given: Mapping[str, Any]) -> Options:

@@ -22,7 +22,7 @@ from megamoe.group.group import Group, RankConfig
 from megamoe.group.hosts import Hosts, host_name, spans_hosts
 from megamoe.group.links import RAIL_CTAS, Links
 from megamoe.group.order import mark_of
-from megamoe.launch.layout import check_push, check_window, default_pool_rows
+from megamoe.launch.layout import check_window, default_pool_rows
 
 log = logging.getLogger("megamoe")
 
@@ -37,7 +37,7 @@ BACKENDS = {
 OPTIONS = (
     "window", "reserve_sms", "pool_rows", "timeout_s", "weight_gradients", "chunks", "exchange"
 )  # fmt: skip
-DEVELOPERS_OPTIONS = ("pdl", "profile", "step_blocks", "num_ctas", "rounding", "few", "push")
+DEVELOPERS_OPTIONS = ("pdl", "profile", "step_blocks", "num_ctas", "rounding", "few")
 
 
 # backends that run inside each host where a group spans several; by name only, see hosts_of()
@@ -228,8 +228,6 @@ def check_options(problem: Problem, group: Any, options: Mapping[str, Any]) -> N
     if products not in (None, *known):
         expected = " or ".join(map(repr, known)) + f" with precision {problem.precision!r}"
         raise ConfigError("weight_gradients", repr(products), expected)
-    if options.get("push"):
-        check_push(problem)
     if window is not None and not hasattr(window, "admit"):
         raise ConfigError("window", repr(window), "None or a megamoe.window.window.Window")
     for option in options.keys() - {*OPTIONS, *DEVELOPERS_OPTIONS}:

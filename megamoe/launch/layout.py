@@ -94,29 +94,15 @@ def check_window(problem: Problem) -> None:
 FEW_TOKENS, PUSHED_TOKENS = 64, 256
 
 
-def has_few(problem: Problem) -> bool:
-    """Say whether there is a kernel for forwards of few tokens; its h has half a block of rows an expert, in x_pool."""
-    fits = problem.intermediate <= 2 * problem.hidden
-    return problem.formats.few and problem.ep_size == 1 and fits
-
-
-def few_kernel(problem: Problem, few: bool, push: bool) -> str:
-    """Return the kernel of forwards of few tokens, or ""."""
-    return "push" if push else "few" if few and has_few(problem) else ""
-
-
-def check_push(problem: Problem) -> None:
-    """Raise ConfigError where the kernel for few tokens of several ranks cannot run: its h stands in x_pool."""
+def few_kernel(problem: Problem, pool_rows: int) -> str:
+    """Return the kernel of forwards of few tokens, of one rank or of several, or "". Its h stands in x_pool."""
     p = problem
-    for expected, holds in {
-        "several ranks": p.ep_size > 1,
-        "precision 'fp8'": p.formats.few,
-        "intermediate <= hidden <= 32768": p.intermediate <= p.hidden <= 32768,
-        "top_k <= 16": p.top_k <= 16,
-        "512 experts per rank or fewer": p.num_experts <= 512 * p.ep_size,
-    }.items():
-        if not holds:
-            raise ConfigError("push", True, f"False without {expected}")
+    if not p.formats.few:
+        return ""
+    if p.ep_size == 1:  # half a block of rows an expert
+        return "few" if p.intermediate <= 2 * p.hidden else ""
+    experts_fit = p.num_experts <= 512 * p.ep_size and pool_rows >= few_pool_rows(p)
+    return "push" if experts_fit and p.intermediate <= p.hidden <= 32768 and p.top_k <= 16 else ""
 
 
 def few_tokens(problem: Problem) -> int:
@@ -130,9 +116,11 @@ def few_ids_shift(problem: Problem) -> int:
 
 
 def few_pool_rows(problem: Problem) -> int:
-    """Return the rows of a pool that holds any launch of few tokens over several ranks."""
+    """Return the rows of a pool that holds any launch of few tokens over several ranks, or 0 where none is."""
     p = problem
-    routes = p.ep_size * few_tokens(p) * p.top_k
+    if p.ep_size == 1 or not p.formats.few:
+        return 0
+    routes = p.ep_size * min(few_tokens(p), p.max_tokens) * p.top_k
     return _round_up(routes + 32 * p.num_local_experts(p.rank), BLOCK_ROWS)
 
 
@@ -411,7 +399,8 @@ def worst_pool_rows(problem: Problem) -> int:
     """Return the pool that holds every launch in one pass (when a token's experts are distinct)."""
     local = problem.num_local_experts(problem.rank)
     rows = problem.ep_size * problem.max_tokens * min(problem.top_k, local)
-    return max(_round_up(rows + BLOCK_ROWS * local, BLOCK_ROWS), min_pool_rows(problem))
+    rows = _round_up(rows + BLOCK_ROWS * local, BLOCK_ROWS)
+    return max(rows, min_pool_rows(problem), few_pool_rows(problem))
 
 
 def default_pool_rows(problem: Problem) -> int:
@@ -420,19 +409,8 @@ def default_pool_rows(problem: Problem) -> int:
     routes = problem.ep_size * problem.max_tokens * problem.top_k
     expected = math.ceil(routes * SLACK * local / problem.num_experts)
     rows = _round_up(expected + BLOCK_ROWS * local, BLOCK_ROWS)
-    return max(min(rows, worst_pool_rows(problem), MAX_POOL_ROWS), min_pool_rows(problem))
-
-
-def pool_rows_of(problem: Problem, pool_rows: int | None, push: bool) -> int:
-    """Return the rows of a layer's pool. push: it has launches of few tokens over several ranks."""
-    least = few_pool_rows(problem) if push else 0
-    if pool_rows is None:
-        return max(default_pool_rows(problem), least)
-    if pool_rows < least:
-        raise WorkspaceTooSmall(
-            f"pool_rows is {pool_rows}, expected at least {least} with push=True"
-        )
-    return pool_rows
+    least = max(min_pool_rows(problem), few_pool_rows(problem))
+    return max(min(rows, worst_pool_rows(problem), MAX_POOL_ROWS), least)
 
 
 def memory_report(

@@ -20,7 +20,7 @@ from megamoe.core.errors import MegaMoEError
 from megamoe.formats.quantization import quantize_rows
 from megamoe.formats.quantized import QuantizedRows
 from megamoe.jit.paths import CSRC
-from megamoe.launch.layout import FEW_TOKENS, has_few, min_pool_rows
+from megamoe.launch.layout import FEW_TOKENS, few_kernel, min_pool_rows
 from megamoe.testing.compare import same_bits
 from megamoe.testing.inputs import ROUTINGS, make_inputs, make_weights
 
@@ -123,10 +123,9 @@ def test_few_tokens_that_save_nothing_take_it(few: bool) -> None:
 )
 def test_a_problem_that_it_cannot_run(changed: dict[str, Any]) -> None:
     problem = Problem(144, 288, 4, 2, max_tokens=8, precision="fp8")
-    assert has_few(problem)
-    assert not has_few(replace(problem, ep_size=2))
+    assert few_kernel(problem, 512) == "few"
     other = replace(problem, **changed)
-    assert not has_few(other)
+    assert few_kernel(other, 512) == ""
     backend, call = backend_of(other), call_of(other, 8)
     assert same_bits(backend.forward(call)[0], Emulation(other).forward_all([call])[0])
 

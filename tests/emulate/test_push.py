@@ -20,14 +20,13 @@ from megamoe.formats.quantization import quantize_rows
 from megamoe.formats.quantized import QuantizedRows
 from megamoe.jit.paths import CSRC
 from megamoe.launch import arguments
-from megamoe.launch.layout import PUSHED_TOKENS, default_pool_rows, few_tokens, pool_rows_of
+from megamoe.launch.layout import PUSHED_TOKENS, few_tokens
 from megamoe.testing.compare import same_bits
 from megamoe.testing.inputs import ROUTINGS, make_inputs, make_weights
 
 
 def emulation_of(problem: Problem, num_ctas: int = 2, **options: Any) -> Emulation:
-    rows = pool_rows_of(problem, None, push=True)
-    return Emulation(problem, num_ctas=num_ctas, pool_rows=rows, **options)
+    return Emulation(problem, num_ctas=num_ctas, **options)
 
 
 def calls_of(
@@ -329,5 +328,3 @@ def test_a_flaw_is_seen(flaw: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 def test_the_numbers_of_tokens_are_the_kernels() -> None:
     text = (CSRC / "megamoe" / "cta" / "smem.h").read_text()
     assert f"max_pushed_tokens = {PUSHED_TOKENS}," in text
-    problem = Problem(256, 144, 6, 2, ep_size=4, max_tokens=64, precision="fp8")
-    assert pool_rows_of(problem, None, push=False) == default_pool_rows(problem)

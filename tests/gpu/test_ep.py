@@ -208,7 +208,7 @@ def few_tokens(layer: Layer) -> list[str]:
     if len(layer.ranks) == 1 or not layer.problem.formats.few:
         return []
     few, wrong = few_kernel_tokens(layer.problem), []
-    ordinary, backend = layer.backend(), layer.backend(push=True)
+    ordinary, backend = layer.backend(few=False), layer.backend()
     plans = [(kind, [few] * len(layer.ranks)) for kind in ("uniform", "hot", "duplicates")]
     plans += [("dropped", [min(few, 1 + 8 * r) for r in layer.ranks])]
     plans += [("uniform", [0] + [8] * (len(layer.ranks) - 1)), ("one_rank", [8] * len(layer.ranks))]

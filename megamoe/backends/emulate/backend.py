@@ -37,14 +37,14 @@ class EmulateBackend(Gathered):
         pool_rows: int | None = None,
         weight_gradients: str = "bf16",
         few: bool = True,
-        push: bool = False,
     ) -> None:
         layout.check_window(problem)
         super().__init__(problem, group)
-        self._few = layout.few_kernel(problem, few, push)
+        rows = layout.default_pool_rows(problem) if pool_rows is None else pool_rows
+        self._few = layout.few_kernel(problem, rows) if few else ""
         self._options: dict[str, Any] = {
             "num_ctas": num_ctas,
-            "pool_rows": layout.pool_rows_of(problem, pool_rows, push) if push else pool_rows,
+            "pool_rows": pool_rows,
             "weight_gradients": weight_gradients,
         }
         self._emulation: Emulation | None = None
@@ -68,8 +68,7 @@ class EmulateBackend(Gathered):
 
     def _kind(self, tokens: int) -> str:
         """Return the kernel of a forward that saves nothing."""
-        takes_few = tokens <= layout.FEW_TOKENS or self._few == "push"  # which has both bodies
-        return self._few if self._few and takes_few else "forward"
+        return self._few if self._few and tokens <= layout.few_tokens(self.problem) else "forward"
 
     @property
     def state_bytes(self) -> int:  # type: ignore[override]
@@ -78,12 +77,12 @@ class EmulateBackend(Gathered):
 
     def forward(self, call: Call, keep: bool = False) -> tuple[Tensor, Tensor | None]:
         """Return y [T, H] bf16, and the state [state_bytes] uint8. Collective."""
-        kind = self._kind(len(call.topk_ids))
 
         def run(calls: list[Call]) -> list[Any]:
             if keep:
                 results: Any = zip(*self.emulation.train_all(calls), strict=True)
             else:
+                kind = self._kind(max(len(c.topk_ids) for c in calls))
                 results = ((y, None) for y in self.emulation.forward_all(calls, kind=kind))
             return [(result, self.emulation.statistics(r)) for r, result in enumerate(results)]
 

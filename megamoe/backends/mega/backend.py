@@ -82,8 +82,7 @@ class MegaBackend(Backend):
     launch. step_blocks: length of a step of the tile order (csrc/megamoe/schedule/order.h), None: automatic.
     pdl: programmatic dependent launch. profile: in-kernel timestamps, see clock_ghz(). weight_gradients: what backward
     multiplies for them, "bf16" or, in FP8, "e4m3". few: False: not the kernel for few tokens, where the layer has
-    it. push: the one for several ranks. agreed: what each rank stated, where the ranks have compared that and the
-    problem; None: they do so now.
+    it. agreed: what each rank stated, where the ranks have compared that and the problem; None: they do so now.
 
     A CUDA graph may capture forward() after prepare(). Replays of one window's graphs and other calls of that window
     must be ordered by the user's streams.
@@ -104,7 +103,6 @@ class MegaBackend(Backend):
         device: torch.device | str | None = None,
         weight_gradients: str = "bf16",
         few: bool = True,
-        push: bool = False,
         agreed: Mapping[int, Stated] | None = None,
     ) -> None:
         from megamoe.jit.driver import device_attribute
@@ -127,8 +125,7 @@ class MegaBackend(Backend):
         self.device = self.window.device
         self._ordinal = self.device.index or 0
         self._on_gpu = self.device.type == "cuda"
-        push = push and agreed[self.window.group.rank].share.join_ns == 0  # it has no door
-        rows = layout.pool_rows_of(problem, pool_rows, push)
+        rows = layout.default_pool_rows(problem) if pool_rows is None else pool_rows
         self.plan = Plan(problem, rows, self.window.spec.max_tokens, weight_gradients)
         _ = self.plan.workspace  # raises WorkspaceTooSmall
         self.state_bytes = self.plan.train_state_bytes
@@ -136,6 +133,9 @@ class MegaBackend(Backend):
         self.closed = False
         self.window.timeout_ns = int(env.timeout_s(timeout_s) * 1e9)
         reserve, *patience_ns = self.share = agreed[self.window.group.rank].share
+        kernel = layout.few_kernel(problem, rows) if few else ""
+        if kernel == "push" and self.share.join_ns:  # it has no door
+            kernel = ""
         sms = device_attribute(self._ordinal, "MULTIPROCESSOR_COUNT")
         if not 0 <= reserve <= sms - PAIR_CTAS:
             raise ConfigError("reserve_sms", reserve, f"0..{sms - PAIR_CTAS}")
@@ -152,7 +152,7 @@ class MegaBackend(Backend):
             pdl=pdl,
             step_blocks=step_blocks,
             profile=self.profile,
-            few=layout.few_kernel(problem, few, push),
+            few=kernel,
         )
         self._forward: Forward | None = None
         self._training: Training | None = None

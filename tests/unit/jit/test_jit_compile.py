@@ -19,7 +19,7 @@ from megamoe.jit.cubin import read_u32
 from megamoe.jit.grouped import GroupedVariant, grouped_variants
 from megamoe.jit.module import check_abi
 from megamoe.jit.quantize import compile_quantize
-from megamoe.jit.source import ACTIVATIONS, Variant, variants
+from megamoe.jit.source import ACTIVATIONS, FEW, Variant, variants
 
 SMEM_LIMIT = 232448  # of a Hopper CTA
 REGISTERS = 65536 // 512  # what 512 threads may start with
@@ -260,7 +260,7 @@ def test_variants_are_all_that_a_layer_asks_for():
             f"{kernel}-{p}-{a}" for p in PRECISIONS if p != "fp8_channel" for a in ACTIVATIONS
         }
     wanted |= {f"backward-fp8-{a}-e4m3-weights" for a in ACTIVATIONS}
-    wanted |= {f"few-fp8-{a}" for a in ACTIVATIONS}
+    wanted |= {f"{kernel}-fp8-{a}" for kernel in FEW for a in ACTIVATIONS}
     assert {str(v) for v in variants()} == wanted
     assert len(variants()) == len(wanted)
 

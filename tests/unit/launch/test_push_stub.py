@@ -8,9 +8,7 @@ import driver_stub
 import pytest
 from driver_stub import backend_of, forward, tensors
 
-from megamoe.backends.select import check_options
 from megamoe.core.config import Problem
-from megamoe.core.errors import ConfigError, WorkspaceTooSmall
 from megamoe.group.group import ThreadGroup
 from megamoe.jit import module
 from megamoe.launch import layout
@@ -42,7 +40,7 @@ def test_each_rank_takes_a_kernel_by_its_own_tokens(monkeypatch):
     monkeypatch.setattr(module, "load_kernel", lambda variant, device: made[str(variant)])
 
     def body(problem, member):
-        backend = backend_of(problem, group=member, push=True)
+        backend = backend_of(problem, group=member)
         weights, kernels = driver_stub.weights_of(problem), []
         for tokens in (64, 65, 8) if member.rank else (0, 1, 70):
             x, ids, scores = tensors(tokens)
@@ -64,15 +62,12 @@ def test_each_rank_takes_a_kernel_by_its_own_tokens(monkeypatch):
     assert on_ranks(body) == [[few, few, many], [few, many, few]]
 
 
-def test_a_problem_that_it_cannot_run():
+@pytest.mark.parametrize(
+    "changed",
+    [{"precision": "bf16"}, {"intermediate": 304}, {"top_k": 17, "num_experts": 18}, {"rows": 384}],
+)
+def test_a_problem_that_it_cannot_run(changed):
     problem = Problem(288, 160, 8, 3, ep_size=2, max_tokens=70, precision="fp8")
-    for changed, expected in {
-        "precision 'fp8'": {"precision": "bf16"},
-        "intermediate <= hidden <= 32768": {"intermediate": 304},
-        "top_k <= 16": {"top_k": 17, "num_experts": 18},
-        "several ranks": {"ep_size": 1},
-    }.items():
-        with pytest.raises(ConfigError, match=f"push is True, expected False without {changed}"):
-            check_options(replace(problem, **expected), None, {"push": True})
-    with pytest.raises(WorkspaceTooSmall, match="at least 512 with push=True"):
-        layout.pool_rows_of(problem, 384, push=True)
+    assert layout.few_kernel(problem, layout.default_pool_rows(problem)) == "push"
+    rows = changed.pop("rows", 4096)
+    assert layout.few_kernel(replace(problem, **changed), rows) == ""
