@@ -4,13 +4,14 @@
     python tools/train_hf.py                       spawns its ranks: every GPU, or one on a CPU
     torchrun --nproc-per-node 4 tools/train_hf.py  the same, started by torchrun
     python tools/train_hf.py --curves curves.png --generate 400
+    python tools/train_hf.py --cases bf16 fp8-e4m3 --seeds 1 2 3 --curves cases.csv
     python tools/train_hf.py --wide --curves wide.csv
 
 The model is built from a configuration: 107 M parameters on GPUs, tiny on a CPU. Both runs begin with the same weights
 and read the text of tools/train_step.py. It prints tokens per second, peak memory and losses of both. Whole curves
 diverge by chance, because training amplifies the order of sums. So the check compares single steps along the run: both
 models take the run's parameters and the same routes, and loss and gradients must be equal. Several --seeds show how far
-final losses are apart in the mean.
+final losses are apart in the mean. --cases trains nothing but whole curves; tools/demo_curves.py joins their CSVs.
 
 --wide trains a model of Qwen3-30B's width with transformers' experts and ours in BF16 and FP8. It prints tokens per
 second, peak memory, losses and the parts of a step, and judges nothing.

@@ -21,11 +21,14 @@ LABELS = {
 
 
 def add_wide_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add --wide and what it alone reads."""
+    """Add --cases, and --wide and what it alone reads."""
+    cases = "only train these, with every seed, and compare their losses; with --wide: default all"
+    parser.add_argument("--cases", nargs="+", choices=CASES, help=cases)
+    window = "last steps whose mean is compared between --cases; default: 50"
+    parser.add_argument("--window", type=int, default=50, help=window)
     group = parser.add_argument_group("a model of Qwen3-30B's width on one GPU, in several cases")
     add = group.add_argument
     add("--wide", action="store_true", help="train it; --curves names the CSVs, without a picture")
-    add("--cases", nargs="+", choices=CASES, default=list(CASES), help="default: all")
     add("--masters", choices=("bf16", "fp32"), default="bf16", help="what AdamW holds")
     add("--layers", type=int, help="default: 12, with fp32 masters 8")
     add("--compile", action="store_true", help="torch.compile attention, norms, routers and loss")

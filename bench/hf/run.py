@@ -1,7 +1,9 @@
 """tools/train_hf.py: the same model trained with megamoe's experts and with transformers' own, step against step."""
 
 import argparse
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -13,9 +15,10 @@ from torch import Tensor
 
 import megamoe
 from bench.demo.checks import report
-from bench.demo.curves import Key, draw, final_loss, paired, read, write
+from bench.demo.curves import Key, Losses, draw, final_loss, paired, read, summarize, write
 from bench.demo.model import ModelConfig, shared_corpus
 from bench.demo.training import WINDOW, Recipe, Setup
+from bench.hf.cases import CASES
 from bench.hf.generate import Decoder
 from bench.hf.model import CPU_SIZES, GPU_SIZES, OURS, Sizes, saved_model
 from bench.hf.training import Run, compare, train
@@ -71,7 +74,11 @@ def worker(me: Rank, args: argparse.Namespace) -> int:
     setup, sizes = setup_of(args, me)
     other = own_experts(args.compare, me)
     backend = choose_backend(args.backend, sizes, me)
-    experts = adapter.register(backend=backend, max_tokens=sizes.batch * sizes.context)
+    tokens = sizes.batch * sizes.context
+    register = partial(adapter.register, backend=backend, max_tokens=tokens)
+    if args.cases:
+        return train_cases(args, setup, sizes, me, register)
+    experts = register()
     found: dict[Key, Run] = {}
     good, title = True, header()
     for seed in args.seeds:
@@ -106,6 +113,29 @@ def worker(me: Rank, args: argparse.Namespace) -> int:
         experts.close()
     dist.barrier()
     return int(not good)
+
+
+def train_cases(
+    args: argparse.Namespace, setup: Setup, sizes: Sizes, me: Rank, register: Callable[..., Any]
+) -> int:
+    """Train each case with each seed and judge nothing; compare losses with the first case's. Collective."""
+    found: Losses = {}
+    title = header()
+    for seed in args.seeds:
+        this = replace(setup, recipe=replace(setup.recipe, seed=seed))
+        with saved_model(sizes, seed, me) as folder:
+            for case in args.cases:
+                options = CASES[case]
+                experts = None if options is None else register(**options)
+                name = OURS if experts else own_experts(args.compare, me)
+                found["hf", case, seed] = losses = train(folder, name, this, me).losses
+                me.print(f"{case}, seed {seed}: {final_loss(losses, args.window):.4f}")
+                if experts is not None:
+                    experts.close()
+                if me.is_first and args.curves is not None:  # each time: a later run may be cut off
+                    write(found, title, args.curves.with_suffix(".csv"))
+    summarize(found, me.print, args.window)
+    return 0
 
 
 def difference(found: dict[Key, Run], other: str) -> str:

@@ -254,7 +254,8 @@ def worker(me: Rank, args: argparse.Namespace) -> int:
         raise SystemExit(f"--wide trains on one rank, not {me.size}: --ranks 1")
     transformers.utils.logging.disable_progress_bar()
     wide, found, title = wide_of(args, me), dict[str, Result](), header()
-    for name in args.cases:
+    cases = args.cases or list(CASES)
+    for name in cases:
         start = time.perf_counter()
         try:
             found[name] = wide.run(name)
@@ -266,7 +267,7 @@ def worker(me: Rank, args: argparse.Namespace) -> int:
         release(me)
         if args.curves is not None and found:  # each time: a later case may be cut off
             write_results(args.curves, found, wide, title)
-    return int(len(found) < len(args.cases))
+    return int(len(found) < len(cases))
 
 
 def release(me: Rank) -> None:

@@ -31,6 +31,8 @@ RUN = {
     "seeds": [1],
     "curves": None,
     "generate": 0,
+    "cases": None,
+    "window": 50,
 }
 RUN |= {"loss_tolerance": 5e-3, "gradient_tolerance": 0.05}
 
@@ -202,3 +204,23 @@ def test_the_decoder_writes_what_generate_writes(captures, monkeypatch):
     assert speed > 0
     if captures:
         assert decoder.graph.count == 19 - generate.WARM
+
+
+def test_cases_are_compared_in_pairs(run, tmp_path):
+    """Each begins with the same weights and text; FP8 rounds, so its losses are others."""
+    cases = ["own", "bf16", "fp8-e4m3"]
+    path = tmp_path / "cases.csv"
+    code, said = run(cases=cases, seeds=[3, 5], curves=path, window=2, backend="reference")
+    assert code == 0, said
+    _, losses = read(path)
+    assert list(losses) == [("hf", case, seed) for seed in (3, 5) for case in cases]
+    assert {len(found) for found in losses.values()} == {RUN["steps"]}
+    for seed in (3, 5):
+        own, bf16, fp8 = (losses["hf", case, seed] for case in cases)
+        assert own[0] == pytest.approx(bf16[0], abs=1e-3)
+        assert 0 < abs(fp8[-1] - bf16[-1]) < 0.05
+    of_cases = ([statistics.mean(losses["hf", c, s][-2:]) for s in (3, 5)] for c in cases[1:])
+    ours, base = ([*of_cases][1], [statistics.mean(losses["hf", "own", s][-2:]) for s in (3, 5)])
+    apart, error = paired(ours, base)
+    assert f"hf fp8-e4m3: {statistics.mean(ours):.4f}, {apart:+.2%} from hf own" in said
+    assert f"standard error {error:.2%}" in said
