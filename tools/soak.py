@@ -23,6 +23,7 @@ import sys
 from command import parser_of
 
 from bench.soak.run import SCENARIOS, run
+from bench.soak.training import FOLLOWS
 from megamoe.core.table import EXPERTS_TRAINED, PRECISIONS
 
 
@@ -39,6 +40,13 @@ def main() -> int:
     add("--replays", type=int, default=1000, help="number of replays: graph, train_graph")
     add("--steps", type=int, default=2000, help="number of steps: train")
     add("--precision", nargs="+", default=EXPERTS_TRAINED, choices=PRECISIONS)
+    add(
+        "--weight-gradients",
+        nargs="+",
+        default=[*FOLLOWS],
+        choices=FOLLOWS,
+        help="train, train_graph: default all",
+    )
     add("--bound", type=float, default=300.0, metavar="S", help="longest time per scenario")
     for hidden in ("--as-rank", "--port"):
         add(hidden, type=int, help=argparse.SUPPRESS)

@@ -249,10 +249,12 @@ def shared_layers(me: Rank, precision: str, **options: Any) -> tuple[Window, lis
     ]
 
 
-def each_products(run: Callable[[str, str], str]) -> Callable[[str], str]:
-    """Return what runs a precision with all operands of weight gradients that it has."""
+def each_products(args: argparse.Namespace, run: Callable[[str, str], str]) -> Callable[[str], str]:
+    """Return what runs a precision with all operands of weight gradients that it has and that are asked for."""
     return lambda precision: "; ".join(
-        run(precision, products) for products in PRECISIONS[precision].weight_gradients
+        run(precision, products)
+        for products in PRECISIONS[precision].weight_gradients
+        if products in args.weight_gradients
     )
 
 
@@ -268,7 +270,7 @@ def train(me: Rank, args: argparse.Namespace) -> Outcome:
         window.close()
         return text
 
-    told = each_precision(args, each_products(twice))
+    told = each_precision(args, each_products(args, twice))
     out.text = f"2 x {steps} steps a precision, 8 launches each, {told}"
     return out
 
@@ -302,6 +304,6 @@ def train_graph(me: Rank, args: argparse.Namespace) -> Outcome:
         window.close()
         return text
 
-    told = each_precision(args, each_products(eager_and_replayed))
+    told = each_precision(args, each_products(args, eager_and_replayed))
     out.text = f"{steps} steps eager, {steps} replays a precision {told}"
     return out

@@ -72,6 +72,7 @@ def stage(alone, monkeypatch):
         problem_of = lambda me, precision="bf16": replace(SMALL, precision=precision)  # noqa: E731
         monkeypatch.setattr(module, "problem_of", problem_of)
     args = argparse.Namespace(calls=20, replays=8, steps=8, precision=["bf16", "fp8"])
+    args.weight_gradients = ["bf16", "e4m3"]
 
     def run(module, name, wrong_from=sys.maxsize):
         Backend.calls, Backend.wrong_from = 0, wrong_from
