@@ -13,34 +13,9 @@ struct ScaledRow {
     int stride;
 };
 
-// Does what fan_out does, for such a row: bf16(value * scale) goes to the pool.
-MEGAMOE_DEVICE void fan_out_dequantized(ScaledRow from, uint4_t* pool, int vectors, int lane_row,
-                                        uint32_t targets) {
-    MEGAMOE_UNROLL_BY(1)
-    for (int v = arch::lane_idx(); v - arch::lane_idx() < vectors; v += 32) {
-        uint4_t data = arch::load_streaming_below(from.values, v, vectors);  // 16 values
-        float scale = v < vectors ? from.scales[int64_t{v * 16 / scale_group} * from.stride] : 0.0f;
-        const uint32_t words[4] = {data.x, data.y, data.z, data.w};
-        uint32_t pairs[8];
-        MEGAMOE_UNROLL
-        for (int w = 0; w < 4; ++w) {
-            float value[4];
-            arch::unpack_e4m3x4(words[w], value);
-            pairs[2 * w] = arch::pack_bf16x2(value[0] * scale, value[1] * scale);
-            pairs[2 * w + 1] = arch::pack_bf16x2(value[2] * scale, value[3] * scale);
-        }
-        for (uint32_t left = targets; left != 0; left &= left - 1) {
-            int64_t row = arch::shfl(lane_row, arch::ffs0(left));
-            uint4_t* to = pool + row * 2 * vectors;
-            arch::store_vec_below(to, 2 * v, 2 * vectors, {pairs[0], pairs[1], pairs[2], pairs[3]});
-            arch::store_vec_below(to, 2 * v + 1, 2 * vectors, {pairs[4], pairs[5], pairs[6], pairs[7]});
-        }
-    }
-}
-
-// The same for rows whose words have another order; slower, for passes that recompute alone.
+// Does what fan_out does, for such a row, whose words have this order: bf16(value * scale) goes to the pool.
 template <class Words>
-MEGAMOE_DEVICE void fan_out_in_order(ScaledRow from, uint4_t* pool, int vectors, LaneRows targets) {
+MEGAMOE_DEVICE void fan_out_dequantized(ScaledRow from, uint4_t* pool, int vectors, LaneRows targets) {
     auto* row = reinterpret_cast<const uint8_t*>(from.values);
     MEGAMOE_UNROLL_BY(1)
     for (int v = arch::lane_idx(); v - arch::lane_idx() < vectors; v += 32) {
@@ -78,17 +53,13 @@ template <class T>
 MEGAMOE_DEVICE void restore_x(const Context& ctx, int ordered, int lane_row, uint32_t targets) {
     const Args& args = ctx.args;
     auto* pool = static_cast<uint4_t*>(own<T>(args).x_rows);
-    if constexpr (!same<typename T::SavedX, typename T::Gemm1::A>) {
-        using Words = typename T::SavedX::Words;
-        fan_out_in_order<Words>(saved_row<T>(args, ordered), pool, vectors_of_row<Bf16Rows>(args),
-                                {lane_row, targets});
-    } else if constexpr (T::Gemm1::A::scaled) {
-        fan_out_dequantized(saved_row<T>(args, ordered), pool, vectors_of_row<E4m3Rows>(args), lane_row,
-                            targets);
+    int vectors = vectors_of_row<Bf16Rows>(args);
+    if constexpr (T::SavedX::scaled) {
+        fan_out_dequantized<typename T::SavedX::Words>(saved_row<T>(args, ordered), pool, vectors,
+                                                       {lane_row, targets});
     } else {
         int home = home_of(ordered, args.num_ranks), token = token_of(ordered, args.num_ranks);
         int64_t saved = saved_token(args, false, home, token);
-        int vectors = vectors_of_row<Bf16Rows>(args);
         const void* from = saved < 0 ? own<T>(args).x : launch_args<T>(args).state.tokens;
         fan_out(static_cast<const uint4_t*>(from) + (saved < 0 ? token : saved) * vectors, pool, vectors, 0,
                 vectors, {lane_row, targets}, nullptr);
@@ -98,11 +69,11 @@ MEGAMOE_DEVICE void restore_x(const Context& ctx, int ordered, int lane_row, uin
 // dy of a token, to dy_rows: the row of its first target, which this warp filled, is read again.
 template <class T>
 MEGAMOE_DEVICE void restore_dy(const Args& args, int lane_row, uint32_t targets) {
-    int vectors = vectors_of_row<E4m3Rows>(args);
     int64_t row = arch::shfl(lane_row, arch::ffs0(targets));
-    ScaledRow from = {static_cast<const uint4_t*>(args.x_pool) + row * vectors, args.x_pool_scale + row,
-                      args.pool_rows};
-    fan_out_dequantized(from, static_cast<uint4_t*>(own<T>(args).dy_rows), vectors, lane_row, targets);
+    ScaledRow from = {static_cast<const uint4_t*>(args.x_pool) + row * vectors_of_row<E4m3Rows>(args),
+                      args.x_pool_scale + row, args.pool_rows};
+    fan_out_dequantized<E4m3Rows::Words>(from, static_cast<uint4_t*>(own<T>(args).dy_rows),
+                                         vectors_of_row<Bf16Rows>(args), {lane_row, targets});
 }
 
 // A phase of its own, before dispatch: the rows that recompute multiplies, published block by block.
