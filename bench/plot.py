@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 FLOORS = {"gemm": ("GEMM floor", "--"), "hbm": ("HBM floor", ":"), "nvlink": ("NVLink floor", "-.")}
-MARKERS = {"cool": "o", "hot": "^"}
+MARKERS = {"cool": "o", "clean": "s", "hot": "^"}
 
 
 @dataclass

@@ -2,8 +2,9 @@
 
 cool: before every sample the L2 is flushed (a 256 MB memset), the device idles until all ranks are there, spins until
 every host has queued the call, and the ranks are aligned on the stream by a one-element all-reduce: so no rank starts
-late because its host did. Contenders take turns, sample by sample. hot: calls back to back for half a second first,
-then the timed ones without flush or gap, as in training; one contender behind the other.
+late because its host did. Contenders take turns, sample by sample. clean: the same behind a flush that leaves no dirty
+lines. hot: calls back to back for half a second first, then the timed ones without flush or gap, as in training; one
+contender behind the other.
 """
 
 import statistics
@@ -18,12 +19,12 @@ import torch.distributed as dist
 FLUSH_BYTES = 256 << 20
 SPIN_CYCLES = 1_500_000  # about 0.8 ms: longer than any rank's host takes to queue what follows
 HOT_SECONDS = 0.5
-MODES = ("cool", "hot")
+MODES = ("cool", "clean", "hot")
 
 
 def modes_of(mode: str) -> tuple[str, ...]:
-    """Return what --mode asks for: cool, hot or both."""
-    return MODES if mode == "both" else (mode,)
+    """Return what --mode asks for: one of MODES, or both cool and hot."""
+    return ("cool", "hot") if mode == "both" else (mode,)
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,13 +72,15 @@ class Timer:
         num_bytes = FLUSH_BYTES if self.on_gpu else 0
         self._flushed = torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
-    def flush(self) -> None:
-        """Write more than the L2 holds, as others' benchmarks do.
+    def flush(self, clean: bool = False) -> None:
+        """Write more than the L2 holds, as others' benchmarks do; clean: then read as much, too.
 
-        Its lines stay there dirty, and writing them back costs what is timed 3 to 5 us (H200, qwen3-30b in FP8, local
-        experts of EP4, 8 tokens: 88.6; behind a read of as much again 85.9).
+        What was written stays there dirty, and writing it back costs what is timed 3 to 5 us (H200, qwen3-30b in FP8,
+        local experts of EP4, 8 tokens: 88.6; behind a read of as much again 85.9).
         """
         self._flushed.zero_()
+        if clean:
+            self._flushed.view(torch.int64).sum()
 
     def synchronize(self) -> None:
         """Wait for the device."""
@@ -94,10 +97,10 @@ class Timer:
 
     def medians(self, contenders: Sequence[Contender], mode: str = "cool") -> list[float]:
         """Return the median of each contender in us, of the rank whose is the largest. mode: one of MODES."""
-        found = {"cool": self._cool, "hot": self._hot}[mode](contenders)
+        found = self._hot(contenders) if mode == "hot" else self._cool(contenders, mode == "clean")
         return [worst(us, self.device) for us in found]
 
-    def _cool(self, contenders: Sequence[Contender]) -> list[float]:
+    def _cool(self, contenders: Sequence[Contender], clean: bool) -> list[float]:
         """Return each contender's median on this rank, with a cold L2, from an idle device; in turns."""
         taken: list[list[float]] = [[] for _ in contenders]
         for _ in range(self.samples):
@@ -105,7 +108,7 @@ class Timer:
                 before = contender.before()
                 self.synchronize()
                 self._meet_hosts()
-                self.flush()
+                self.flush(clean)
                 if self.on_gpu:
                     torch.cuda._sleep(SPIN_CYCLES)
                 self._align()

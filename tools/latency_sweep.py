@@ -6,8 +6,9 @@
 
 Method: CUDA events around one call; median of 20; then the maximum over ranks. cool: before every sample the L2 is
 flushed (a 256 MB memset), the device idles until all ranks have arrived and spins until every host has queued the call,
-and a one-element all-reduce aligns the ranks on the stream, so no rank starts late because of its host. hot: calls back
-to back for half a second, then 20 timed calls without flush or gap, as in training. Backends alternate within one run.
+and a one-element all-reduce aligns the ranks on the stream, so no rank starts late because of its host. clean: cool,
+but the flush leaves no dirty lines. hot: calls back to back for half a second, then 20 timed calls without flush or
+gap, as in training. Backends alternate within one run.
 Baselines are BF16; gemms, the GEMMs of a layer alone, in FP8 forward by token and channel.
 
 --direction backward times the backend's backward launch with all gradients; the forward that saved its state is not

@@ -37,7 +37,9 @@ def timer(monkeypatch):
     def make(samples):
         made = timing.Timer(torch.device("cpu"), samples, lambda c: SEEN.append(f"watch {c.name}"))
         made.on_gpu = True
-        monkeypatch.setattr(made, "flush", lambda: SEEN.append("flush"))
+        monkeypatch.setattr(
+            made, "flush", lambda clean: SEEN.append("flush clean" if clean else "flush")
+        )
         return made
 
     return make
@@ -66,6 +68,22 @@ def test_cool_samples_take_turns_behind_a_flush_and_a_spin(timer):
     one = ["before ?", "synchronize", "flush", "_sleep", "event", "?", "event", "synchronize"]
     turn = [what.replace("?", name) for name in "ab" for what in [*one, "watch ?"]]
     assert turn * 3 == SEEN
+
+
+def test_clean_samples_are_cool_ones_behind_another_flush(timer):
+    assert timer(1).medians([contender("a", [1])], "clean") == [1000.0]
+    assert [what for what in SEEN if "flush" in what] == ["flush clean"]
+
+
+def test_a_clean_flush_reads_what_it_wrote(monkeypatch):
+    made, read = timing.Timer(torch.device("cpu"), 1), []
+    made._flushed = torch.ones(16, dtype=torch.uint8)
+    monkeypatch.setattr(torch.Tensor, "sum", lambda t: read.append(t.numel() * t.element_size()))
+    made.flush()
+    assert not made._flushed.any()
+    assert not read
+    made.flush(clean=True)
+    assert read == [16]
 
 
 def test_hot_samples_of_a_contender_follow_each_other(timer):
