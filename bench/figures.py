@@ -27,7 +27,7 @@ PEER, HF = "2026-11-26-938254c-deepgemm.csv", "2026-11-26-0198aff-hf.csv"
 H100, H200 = "2026-11-25-565007b-h100.csv", "2026-11-26-31d8be9-h200.csv"
 SPUN, PRINTED = "2026-11-26-31d8be9-hosts-spin.csv", "printed.csv"
 LOOP, E4M3 = "2026-11-27-43b46f1-loop.csv", "2026-11-28-ca7e45d-e4m3.csv"
-OWN_KERNEL = "2026-11-28-474a20a-few.csv"
+FEW_TOKENS = "2026-11-28-582780f-few.csv"
 FP4, OPS = "2026-11-24-9f14869-fp4.csv", "2026-11-28-919eb42-ops.csv"
 FORWARD, BACKWARD = "2026-11-23-8d5c926-shapes.csv", "2026-11-23-e841b3a-backward-shapes.csv"
 
@@ -343,21 +343,24 @@ _PASSES: dict[str, dict[str, Any]] = {
     "64": {"part": "few", "tokens": 64},
     "8,192": {"part": "large", "direction": "forward"},
 }
-E4M3_X, BF16_X = ({"kernel": "ordinary", "x": x} for x in ("e4m3", "bf16"))
+OURS_OF, PEERS_OF = (
+    {r: {"kernel": kernel, "ranks": r} for r in (1, 2)} for kernel in ("megamoe", "DeepGEMM")
+)
 ONE_GPU: dict[str, Callable[[], str]] = {
     "few": partial(
         pivot,
         "model, tokens",
-        token_rows((m, t) for m in MODELS for t in (8, 64)),
+        token_rows([*((m, t) for m in MODELS for t in (8, 64)), ("flash", 512), ("qwen3-30b", 512)]),
         {
-            "x e4m3": E4M3_X,
-            "`few`": {**E4M3_X, "kernel": "few"},
-            "speed-up": (E4M3_X, {**E4M3_X, "kernel": "few"}),
-            "x bf16": BF16_X,
-            "`few`, x bf16": {**BF16_X, "kernel": "few"},
-            "speed-up, x bf16": (BF16_X, {**BF16_X, "kernel": "few"}),
+            "one GPU": OURS_OF[1],
+            "DeepGEMM": PEERS_OF[1],
+            "speed-up": (PEERS_OF[1], OURS_OF[1]),
+            "two GPUs": OURS_OF[2],
+            "DeepGEMM on two": PEERS_OF[2],
+            "speed-up on two": (PEERS_OF[2], OURS_OF[2]),
         },
-        file=OWN_KERNEL,
+        file=FEW_TOKENS,
+        mode="cool",
     ),
     "e4m3": e4m3_weights,
     "loop": partial(
@@ -633,8 +636,15 @@ def models() -> str:
 
 def speed() -> str:
     """Return about six figures: speed-ups over what one would use otherwise."""
-    many, few = (
-        span(over_deepgemm(m, t) for m, t in ALL if large == (t >= 1024)) for large in (True, False)
+    many, some = (
+        span(over_deepgemm(m, t) for m, t in ALL if t in of) for of in ((1024, 8192), (512,))
+    )
+    few = span(
+        mean(FEW_TOKENS, name=m, tokens=t, mode="cool", **PEERS_OF[r])
+        / mean(FEW_TOKENS, name=m, tokens=t, mode="cool", **OURS_OF[r])
+        for m in MODELS
+        for t in (8, 64)
+        for r in (1, 2)
     )
     whole = [span((over_nccl(m, 8192, kind) for m in MODELS), ".1f") for kind in (BF16, FP8)]
     ours = [mean(file=EP4, run="step", direction="step", **kind) for kind in (BF16, FP8)]
@@ -643,7 +653,8 @@ def speed() -> str:
     rows = [
         ["forward, 8,192 tokens per GPU", nccl, *whole],
         ["forward, 1,024 and 8,192 tokens per GPU", deepgemm, "", many],
-        ["forward, 8 to 512 tokens per GPU", deepgemm, "", few],
+        ["forward, 512 tokens per GPU", deepgemm, "", some],
+        ["forward, 8 and 64 tokens per GPU, one and two H200", deepgemm, "", few],
         ["training step of Qwen3-30B's layer", nccl, *(f"{x:.1f}x" for x in steps)],
         ["training a Qwen3-MoE, tokens/s", "transformers' own experts", f"{gain():.2f}x", ""],
         ["training step, one H200", "megamoe in BF16", "", span(over_bf16(m) for m in MODELS)],
@@ -652,7 +663,8 @@ def speed() -> str:
     note = f"""The Qwen3-MoE (107 M parameters, 300 steps, one seed) ended with a loss {loss_gap():.1f} % above that of
         transformers' own experts. Four more seeds on one H200 at commit dac9b21 showed that this was chance: there the
         losses differ by {average:.2f} %, with a standard error of {error:.2f} %."""
-    above = "2026-11-26, commit 938254c; a Qwen3-MoE 0198aff; last row 2026-11-28, ca7e45d."
+    above = """2026-11-26, commit 938254c; a Qwen3-MoE 0198aff; 8 and 64 tokens 2026-11-28, 582780f; last row 2026-11-28,
+        ca7e45d."""
     made = table(above, ["what", "compared with", "BF16", "FP8"], rows)
     return f"{made}\n\n{wrapped(note)}"
 
