@@ -343,14 +343,15 @@ _PASSES: dict[str, dict[str, Any]] = {
     "64": {"part": "few", "tokens": 64},
     "8,192": {"part": "large", "direction": "forward"},
 }
-OURS_OF, PEERS_OF = (
-    {r: {"kernel": kernel, "ranks": r} for r in (1, 2)} for kernel in ("megamoe", "DeepGEMM")
-)
+OURS_OF: dict[int, dict[str, Any]] = {r: {"kernel": "megamoe", "ranks": r} for r in (1, 2)}
+PEERS_OF = {r: {**of, "kernel": "DeepGEMM"} for r, of in OURS_OF.items()}
 ONE_GPU: dict[str, Callable[[], str]] = {
     "few": partial(
         pivot,
         "model, tokens",
-        token_rows([*((m, t) for m in MODELS for t in (8, 64)), ("flash", 512), ("qwen3-30b", 512)]),
+        token_rows(
+            [*((m, t) for m in MODELS for t in (8, 64)), ("flash", 512), ("qwen3-30b", 512)]
+        ),
         {
             "one GPU": OURS_OF[1],
             "DeepGEMM": PEERS_OF[1],
@@ -663,8 +664,8 @@ def speed() -> str:
     note = f"""The Qwen3-MoE (107 M parameters, 300 steps, one seed) ended with a loss {loss_gap():.1f} % above that of
         transformers' own experts. Four more seeds on one H200 at commit dac9b21 showed that this was chance: there the
         losses differ by {average:.2f} %, with a standard error of {error:.2f} %."""
-    above = """2026-11-26, commit 938254c; a Qwen3-MoE 0198aff; 8 and 64 tokens 2026-11-28, 582780f; last row 2026-11-28,
-        ca7e45d."""
+    above = """2026-11-26, commit 938254c; a Qwen3-MoE 0198aff; 8 and 64 tokens 2026-11-28, 582780f; last row
+        2026-11-28, ca7e45d."""
     made = table(above, ["what", "compared with", "BF16", "FP8"], rows)
     return f"{made}\n\n{wrapped(note)}"
 
