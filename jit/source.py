@@ -81,8 +81,9 @@ class Variant:
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS or PRECISIONS[self.precision].cpp is None:
             raise ConfigError("precision", repr(self.precision), "one that has a kernel")
-        if self.kernel in FEW and not PRECISIONS[self.precision].few:
-            raise ConfigError("precision", repr(self.precision), "'fp8', for few tokens")
+        if self.kernel in FEW and self.kernel not in PRECISIONS[self.precision].few:
+            having = [repr(p.name) for p in PRECISIONS.values() if self.kernel in p.few]
+            raise ConfigError("precision", repr(self.precision), " or ".join(having))
         if self.kernel != "forward" and not PRECISIONS[self.precision].trains:
             raise ConfigError(
                 "precision", repr(self.precision), f"{' or '.join(TRAINED)}, to train"
@@ -117,9 +118,8 @@ class Variant:
     @property
     def launch(self) -> str:
         """Which of abi.LAUNCHES it takes."""
-        if self.expands(self.precision, self.kernel):
-            return "packed"
-        return "forward" if self.kernel == "few" else self.kernel
+        kernel = "forward" if self.kernel == "few" else self.kernel
+        return "packed" if self.expands(self.precision, kernel) else kernel
 
     def __str__(self) -> str:
         prefix = "" if self.kernel == "forward" else f"{self.kernel}-"
@@ -154,7 +154,7 @@ def variants(profile: bool = False) -> list[Variant]:
         Variant(precision, activation, profile, kernel, panels, products)
         for kernel, precision, activation in made
         if kernel == "forward" or precision in TRAINED
-        if kernel not in FEW or PRECISIONS[precision].few
+        if kernel not in FEW or kernel in PRECISIONS[precision].few
         for panels in ((False, True) if Variant.expands(precision, kernel) else (False,))
         for products in Variant._products(precision, kernel)
     ]

@@ -132,7 +132,7 @@ class Precision:
     h: Format
     trains: bool = True  # has a backward pass
     weight_gradients: tuple[str, ...] = ("bf16",)  # what they may multiply, the default first
-    few: bool = False  # has a kernel for few tokens
+    few: tuple[str, ...] = ()  # kernels for few tokens: "few", of one rank, and "push", of several
 
     @property
     def multiple(self) -> int:
@@ -172,10 +172,12 @@ PRECISIONS: dict[str, Precision] = {
     for p in (
         Precision("bf16", x=BF16, w=BF16, h=BF16),
         Precision(
-            *("fp8", E4M3_ROWS, E4M3_BLOCKS, E4M3_ROWS), weight_gradients=("e4m3", "bf16"), few=True
+            *("fp8", E4M3_ROWS, E4M3_BLOCKS, E4M3_ROWS),
+            weight_gradients=("e4m3", "bf16"),
+            few=("few", "push"),
         ),
         Precision("fp8_channel", x=E4M3_TOKENS, w=E4M3_CHANNELS, h=E4M3_ROWS, trains=False),
-        Precision("fp8xmxfp4", x=E4M3_QUADS, w=MXFP4, h=E4M3_QUADS),
+        Precision("fp8xmxfp4", x=E4M3_QUADS, w=MXFP4, h=E4M3_QUADS, few=("few",)),
         Precision("bf16xmxfp4", x=BF16, w=MXFP4, h=BF16),
         Precision("bf16xnvfp4", x=BF16, w=NVFP4, h=BF16),
     )

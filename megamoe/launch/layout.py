@@ -97,12 +97,12 @@ FEW_TOKENS, PUSHED_TOKENS = 64, 256
 def few_kernel(problem: Problem, pool_rows: int) -> str:
     """Return the kernel of forwards of few tokens, of one rank or of several, or "". Its h stands in x_pool."""
     p = problem
-    if not p.formats.few:
-        return ""
     if p.ep_size == 1:  # half a block of rows an expert
-        return "few" if p.intermediate <= 2 * p.hidden else ""
-    experts_fit = p.num_experts <= 512 * p.ep_size and pool_rows >= few_pool_rows(p)
-    return "push" if experts_fit and p.intermediate <= p.hidden <= 32768 and p.top_k <= 16 else ""
+        kernel, fits = "few", p.intermediate <= 2 * p.hidden
+    else:
+        kernel, fits = "push", p.intermediate <= p.hidden <= 32768 and p.top_k <= 16
+        fits &= p.num_experts <= 512 * p.ep_size and pool_rows >= few_pool_rows(p)
+    return kernel if fits and kernel in p.formats.few else ""
 
 
 def few_tokens(problem: Problem) -> int:
@@ -118,7 +118,7 @@ def few_ids_shift(problem: Problem) -> int:
 def few_pool_rows(problem: Problem) -> int:
     """Return the rows of a pool that holds any launch of few tokens over several ranks, or 0 where none is."""
     p = problem
-    if p.ep_size == 1 or not p.formats.few:
+    if p.ep_size == 1 or "push" not in p.formats.few:
         return 0
     routes = p.ep_size * min(few_tokens(p), p.max_tokens) * p.top_k
     return _round_up(routes + 32 * p.num_local_experts(p.rank), BLOCK_ROWS)
@@ -151,7 +151,7 @@ def _window(p: Problem) -> Iterator[_Spec]:
     if x != p.formats.dy:
         yield "window_dy", (tokens, hidden), torch.bfloat16
     yield "window_partials", (ranks, tokens, hidden), torch.bfloat16
-    if p.formats.few and ranks > 1:  # what ranks push in launches of few tokens
+    if "push" in p.formats.few and ranks > 1:  # what ranks push in launches of few tokens
         few, words = few_tokens(p), (1 << few_ids_shift(p)) + top_k
         yield "window_few_words", (2, ranks, 1 + few * words), torch.int64
         yield "window_few_x", (ranks, few, x.width(hidden)), x.dtype

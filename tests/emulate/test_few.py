@@ -68,6 +68,15 @@ def test_any_count_of_tokens(tokens: int, quantized: bool) -> None:
     assert bool(y.any(1).all())
 
 
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("tokens", [0, 1, 8, 17, 33, 64])
+def test_packed_weights(tokens: int, quantized: bool) -> None:
+    """The last slot of K has one step of gemm1 (416 columns), and two of gemm2 (256 and 288)."""
+    for sizes, options in (((416, 256), {}), ((160, 288), {"activation": "relu2", "bias": True})):
+        problem = Problem(*sizes, 6, 3, max_tokens=64, precision="fp8xmxfp4", **options)
+        check(problem, call_of(problem, tokens, quantized=quantized), 4)
+
+
 @pytest.mark.parametrize("tokens", [5, 64])
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_any_routing(routing: str, tokens: int) -> None:

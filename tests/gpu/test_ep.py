@@ -205,7 +205,7 @@ def modules(layer: Layer) -> list[str]:
 
 def few_tokens(layer: Layer) -> list[str]:
     """The kernel for few tokens of several ranks: the bits of the ordinary one, also if a rank has many."""
-    if len(layer.ranks) == 1 or not layer.problem.formats.few:
+    if len(layer.ranks) == 1 or "push" not in layer.problem.formats.few:
         return []
     few, wrong = few_kernel_tokens(layer.problem), []
     ordinary, backend = layer.backend(few=False), layer.backend()

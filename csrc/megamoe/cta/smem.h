@@ -61,17 +61,18 @@ struct SumJob {
 // What the GEMM roles share, for tiles of shape S.
 template <class S>
 struct alignas(1024) TileSmem {
+    static constexpr int a_rows = max_of(S::rows, S::Forms::most_steps* S::step_rows);
     struct alignas(1024) PipelineSlot : S::Forms::BesideWeights {
-        alignas(1024) uint8_t a[S::rows * slot_k_bytes];
+        alignas(1024) uint8_t a[a_rows * slot_k_bytes];
         uint8_t b[2][S::half_columns * slot_k_bytes];
     };
     PipelineSlot slots[S::num_slots];
     alignas(1024) uint8_t output[num_math_warpgroups][S::num_output_slots][S::output_bytes];
-    alignas(16) float a_scale[S::num_slots][S::rows];  // destination of bulk copies
-    float b_scale[S::num_slots][2];                    // of either half
-    int32_t input_slot[S::num_output_slots];           // of the pipeline, that stands in for an output slot
-    Tile tile[S::num_slots];                           // that begins in a slot: load_b tells the math warps
-    Tile math_tile[num_math_warpgroups * 4];  // each math warp's copy: its registers are full of sums
+    alignas(16) float a_scale[S::num_slots][a_rows];  // destination of bulk copies
+    float b_scale[S::num_slots][2];                   // of either half
+    int32_t input_slot[S::num_output_slots];          // of the pipeline, that stands in for an output slot
+    Tile tile[S::num_slots];                          // that begins in a slot: load_b tells the math warps
+    Tile math_tile[num_math_warpgroups * 4];          // each math warp's copy: its registers are full of sums
     Slots<S::num_slots, typename EmptyBarrier<S::paired>::Type> pipeline;
     Slots<S::num_output_slots, uint64_t> outputs[num_math_warpgroups];
     typename S::Forms::template Smem<S::num_slots> forms;

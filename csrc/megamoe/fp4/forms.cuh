@@ -18,21 +18,24 @@ MEGAMOE_DEVICE void run_wide_rows(Context& ctx, PipelineRing<T>& ring, Output& o
 }
 template <class T, class Output>
 MEGAMOE_DEVICE void run_wide(Context& ctx, PipelineRing<T>& ring, Output& output, const Tile& tile) {
-    constexpr int least = T::Pool::padded ? warpgroup_rows : 0;  // rows of a tile
+    constexpr int least = T::Pool::padded ? warpgroup_rows : 0, most = T::Tiling::rows;  // rows of a tile
     if (least < 16 && tile.rows() <= 16) {
         run_wide_rows<T, 16>(ctx, ring, output, tile);
-    } else if (least < 32 && tile.rows() <= 32) {
+    } else if (least < 32 && (most <= 32 || tile.rows() <= 32)) {
         run_wide_rows<T, 32>(ctx, ring, output, tile);
-    } else if (has_tall<T> || tile.rows() <= 64) {
-        run_wide_rows<T, 64>(ctx, ring, output, tile);
-    } else if constexpr (!has_tall<T>) {
-        run_wide_rows<T, 128>(ctx, ring, output, tile);
+    } else if constexpr (most > 32) {
+        if (has_tall<T> || tile.rows() <= 64) {
+            run_wide_rows<T, 64>(ctx, ring, output, tile);
+        } else if constexpr (!has_tall<T>) {
+            run_wide_rows<T, 128>(ctx, ring, output, tile);
+        }
     }
 }
 
 template <int scale_bytes, bool panels_>
 struct PackedForms {
     static constexpr bool panels = panels_;  // may weights be expanded in memory, too?
+    static constexpr int most_steps = 2;
     struct BesideWeights {
         uint8_t scales[scale_bytes];
     };

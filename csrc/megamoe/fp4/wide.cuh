@@ -80,6 +80,7 @@ template <class T, int n>
 MEGAMOE_DEVICE void multiply_wide(WideSums<n>& sum, Context& ctx, PipelineRing<T>& ring, int steps,
                                   int slot_steps) {
     auto& smem = tile_smem<T>();
+    constexpr int step_bytes = T::Tiling::step_rows * slot_k_bytes;
     arch::Desc rows = arch::make_desc(smem.slots[0].a);
     typename WideStep<T, n>::Packed at;
     int quad = WideFragment().quad;
@@ -100,8 +101,8 @@ MEGAMOE_DEVICE void multiply_wide(WideSums<n>& sum, Context& ctx, PipelineRing<T
                 WideStep<T, n> next;
                 next.expand(slot, 1, at);
                 first.finish(sum, product, row_scales, quad);
-                next.issue(sum, product, arch::desc_advance(b, box_bytes), false);
-                next.finish(sum, product, row_scales + warpgroup_rows, quad);
+                next.issue(sum, product, arch::desc_advance(b, step_bytes), false);
+                next.finish(sum, product, row_scales + T::Tiling::step_rows, quad);
             } else {
                 first.finish(sum, product, row_scales, quad);
             }
@@ -110,8 +111,8 @@ MEGAMOE_DEVICE void multiply_wide(WideSums<n>& sum, Context& ctx, PipelineRing<T
             for (int s = 0; s < 1 + second; ++s) {
                 WideStep<T, n> step;
                 step.expand(slot, s, at);
-                step.issue(sum, product, arch::desc_advance(b, s * box_bytes), i + s == 0);
-                step.finish(sum, product, row_scales + s * warpgroup_rows, quad);
+                step.issue(sum, product, arch::desc_advance(b, s * step_bytes), i + s == 0);
+                step.finish(sum, product, row_scales + s * T::Tiling::step_rows, quad);
             }
         }
         if constexpr (expands_slots<T>) {

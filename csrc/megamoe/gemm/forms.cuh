@@ -18,6 +18,7 @@ constexpr bool can_meet = T::Scheduling::in_rounds && !Forms<T>::is_packed;
 
 // MMAs read weights as they arrive: one form, one step of K a slot.
 struct OneForm {
+    static constexpr int most_steps = 1;
     struct BesideWeights {};  // of a pipeline slot
     template <int num_slots>
     struct Smem {};

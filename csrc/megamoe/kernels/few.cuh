@@ -6,17 +6,26 @@
 //   warp 2      scatter: finished rows to memory
 //   warp 3      deal: tiles from the ids
 //   warps 4-7   gather: rows of A into slots, then reduce
-//   warps 8-15  x into e4m3, if it is in bf16, and of several ranks to peers; math, then reduce
+//   warps 8-15  x as MMAs take it, if it is not, and of several ranks to peers; math, then reduce
 #pragma once
 #include "megamoe/kernels/forward.cuh"
 #include "megamoe/rows/few.cuh"
 
 namespace megamoe {
 
+// Slots of 32 KB of weights and 4 KB of rows, or of 34 KB and 8 KB in two steps of K.
+template <class S, int scale_bytes>
+struct FewTiling {
+    using Type = TileShape<few_block_rows, S::half_columns, 4, 2, PackedForms<scale_bytes, false>, false>;
+};
+template <class S>
+struct FewTiling<S, 0> {
+    using Type = TileShape<few_block_rows, S::half_columns, 5, 2, TallOrWide, false>;
+};
+
 template <class P, class Activation, class S>
 struct FewLayer : ForwardLayer<P, Activation, S> {
-    // Five slots of 32 KB of weights and 4 KB of rows.
-    using Tiling = TileShape<few_block_rows, S::half_columns, 5, 2, TallOrWide, false>;
+    using Tiling = typename FewTiling<S, P::W::slot_scale_bytes>::Type;
     using Way = OneRank;
 };
 
@@ -29,6 +38,7 @@ MEGAMOE_DEVICE void init_few_barriers(Context& ctx) {
         for (int s = 0; s < T::Tiling::num_slots; ++s) {
             arch::mbar_init(&smem.pipeline.full[s], 2);  // load_b and a warp of gather
             arch::mbar_init(&smem.pipeline.empty[s].bits, math_role.num_warps);
+            Forms<T>::init_barrier(s);
         }
         for (int s = 0; s < T::Tiling::num_output_slots; ++s) {
             arch::mbar_init(&smem.outputs[0].full[s], math_role.num_warps * 32);
@@ -64,7 +74,11 @@ MEGAMOE_DEVICE void load_few_weights(Context& ctx) {
         Profile<T>::mark(ctx.smem, TileMark::asked);
         WeightsOperand<T> weights(ctx, tile);
         Scales scales = weights.template scales<Scales>(ctx.args, tile);
-        load_weights<T>(ctx, ring, tile, Sharing<false>{}, weights, scales, Shape<T>::b_scaled(tile.gemm));
+        if constexpr (Forms<T>::is_packed) {
+            Forms<T>::load_b(ctx, ring, tile, weights, scales);
+        } else {
+            load_weights<T>(ctx, ring, tile, Sharing<false>{}, weights, scales, true);
+        }
     }
     ring.commit(ctx.mem, smem.pipeline);
 }
@@ -127,6 +141,20 @@ MEGAMOE_DEVICE void leave_few(Context& ctx) {
     ctx.mem.store(args.epoch, ctx.epoch(), Order::release, Scope::gpu);
 }
 
+// Weights that math expands need more registers than all other code.
+constexpr int few_math_registers = 176, few_other_registers = (512 - 2 * few_math_registers) / 2;
+template <class T, int registers>
+MEGAMOE_DEVICE void take_registers() {
+    if constexpr (Forms<T>::is_packed) {
+        arch::warp_sync();
+        if constexpr (registers == few_math_registers) {
+            arch::registers_grow<registers>();
+        } else {
+            arch::registers_shrink<registers>();
+        }
+    }
+}
+
 // Returns whether a rank has too many tokens; then nothing was run.
 template <class T>
 MEGAMOE_DEVICE bool run_few(const Args& args) {
@@ -137,9 +165,11 @@ MEGAMOE_DEVICE bool run_few(const Args& args) {
     init_few_barriers<T>(ctx);
     int warp = arch::warp_idx();
     if (warp >= first_math_warp) {
+        take_registers<T, few_math_registers>();
         T::Way::template stage<T>(ctx);
         multiply_few<T>(ctx);
-    } else if (warp >= first_transport_warp) {
+        take_registers<T, few_other_registers>();
+    } else if (take_registers<T, few_other_registers>(); warp >= first_transport_warp) {
         gather<T>(ctx);
         Profile<T>::mark(args, Mark::dispatched);
     } else if (warp == load_a_role.first_warp) {

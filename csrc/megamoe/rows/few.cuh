@@ -107,6 +107,7 @@ MEGAMOE_DEVICE void deal_unit(Context& ctx, DealtRing& ring, GemmId id, int unit
                           Shape<T>::k_slots(ctx.args, id),
                           0,
                           0};
+            dealt.tile.slots = ceil_div(dealt.tile.slots, Forms<T>::slot_steps(dealt.tile));
             dealt.is_last = first + few_block_rows >= rows ? 1 : 0;
         }
         arch::warp_sync();
@@ -190,19 +191,17 @@ struct RowsInMemory {
     int bytes;         // of a row
 };
 
-// One warp: a slot of rows in e4m3, and their scales.
-template <class Slot>
-MEGAMOE_DEVICE void copy_rows(const RowsInMemory& from, Slot& slot, float* scales, int rows, int step) {
+// One warp begins to copy rows of a step of K, and copies their scales.
+MEGAMOE_DEVICE void copy_rows(const RowsInMemory& from, uint8_t* to, float* scales, int rows, int step) {
     int lane = arch::lane_idx(), byte = lane % 8 * 16, at = step * slot_k_bytes + byte;
     MEGAMOE_UNROLL_BY(4)
     for (int first = 0; first < rows; first += 4) {
         int r = first + lane / 8;
         auto row = reinterpret_cast<const uint8_t*>(arch::shfl(reinterpret_cast<uint64_t>(from.row), r));
         bool exists = at < from.bytes;
-        if (r < rows) arch::copy_async(slot.a + swizzled(r, byte), row + (exists ? at : 0), exists);
+        if (r < rows) arch::copy_async(to + swizzled(r, byte), row + (exists ? at : 0), exists);
     }
     if (lane < rows) scales[lane] = from.scale[int64_t{step} * from.scale_stride];
-    arch::copies_wait();
 }
 
 // A of all tiles, by the transport warps: each fills every fourth slot.
@@ -215,6 +214,7 @@ MEGAMOE_DEVICE void gather(Context& ctx) {
     static_assert(T::Tiling::num_slots >= num_transport_warps, "a warp takes slots that are still in use");
     PipelineRing<T> ring;
     DealtRing dealt;
+    using S = typename T::Tiling;
     typename T::Way::template X<T> x(ctx);
     int turn = transport_warp();  // slots until this warp's next one
     auto take = [&] {
@@ -243,14 +243,24 @@ MEGAMOE_DEVICE void gather(Context& ctx) {
                               Shape<T>::tiles(args, GemmId::gemm1), tile.expert());
             arch::warp_sync();
             int row = scale_row0<T>(tile) + arch::lane_idx();
-            from = {static_cast<const uint8_t*>(args.x_pool) + int64_t{row} * args.intermediate,
-                    gemm_of<T>(args, GemmId::gemm2).a_scale + row, args.pool_rows, args.intermediate};
+            int bytes = T::Gemm2::A::row_bytes(args.intermediate);
+            from = {static_cast<const uint8_t*>(args.x_pool) + int64_t{row} * bytes,
+                    gemm_of<T>(args, GemmId::gemm2).a_scale + row, args.pool_rows, bytes};
         }
         Profile<T>::mark(ctx.smem, TileMark::rows_seen);
         MEGAMOE_UNROLL_BY(1)
         for (int i = 0; i < tile.slots; ++i, ring.advance()) {
             if (!take()) continue;
-            copy_rows(from, smem.slots[ring.slot()], smem.a_scale[ring.slot()], rows, i);
+            uint8_t* to = smem.slots[ring.slot()].a;
+            float* scales = smem.a_scale[ring.slot()];
+            int steps = Forms<T>::slot_steps(tile), first = i * steps;
+            MEGAMOE_UNROLL_BY(1)
+            for (int s = 0; s < steps; ++s) {
+                if (s != 0 && first + s == Shape<T>::k_slots(args, tile.gemm)) break;
+                copy_rows(from, to + s * S::step_rows * slot_k_bytes, scales + s * S::step_rows, rows,
+                          first + s);
+            }
+            arch::copies_wait();
             commit();
         }
     }
@@ -272,7 +282,7 @@ MEGAMOE_DEVICE void scatter(Context& ctx) {
         if (!tile.valid()) break;
         Profile<T>::begin_tile(ctx.smem);
         bool is_h = tile.gemm == GemmId::gemm1;
-        int64_t row_bytes = is_h ? args.intermediate : args.hidden * 2;
+        int64_t row_bytes = is_h ? T::Gemm2::A::row_bytes(args.intermediate) : args.hidden * 2;
         int halves = is_h ? T::Gemm1::Epilogue::halves : 2, boxes = is_h ? 1 : 2;
         int row = scale_row0<T>(tile) + lane;
         if (!is_h) row = T::Way::y_row(args, tile.expert(), next.token);
@@ -380,10 +390,20 @@ MEGAMOE_DEVICE void reduce_few(Context& ctx) {
 struct OneRank {
     static MEGAMOE_DEVICE FewSmem& smem(Context& ctx) { return ctx.smem.few; }
     static MEGAMOE_DEVICE void init(Context&) {}
+    // Is x not as MMAs take it? Then the math warps of all CTAs stage it first.
+    template <class T>
+    static MEGAMOE_DEVICE bool stages_x(const Args& args) {
+        return !T::Gemm1::A::Words::is_plain || args.in_scale == nullptr;
+    }
     template <class T>
     static MEGAMOE_DEVICE void stage(Context& ctx) {
-        if (ctx.args.in_scale != nullptr) return;
-        stage_rows<typename T::Gemm1::A, 1>(ctx, own_tokens<T>(ctx.args));
+        using A = typename T::Gemm1::A;
+        if (!stages_x<T>(ctx.args)) return;
+        if constexpr (A::Words::is_plain) {
+            stage_rows<A, 1>(ctx, own_tokens<T>(ctx.args));
+        } else {
+            stage_x<T, 1>(ctx, own_tokens<T>(ctx.args));
+        }
         announce_x(ctx);
         Profile<T>::mark(ctx.args, Mark::staged);
     }
@@ -408,14 +428,14 @@ struct OneRank {
     static MEGAMOE_DEVICE void deal_unit(Context& ctx, DealtRing& ring, GemmId id, int unit, int tiles) {
         megamoe::deal_unit<T>(ctx, ring, id, unit, tiles);
     }
-    // What gather reads: x in e4m3 as the caller has it, or as the math warps have staged it.
+    // What gather reads: x as the caller has it, or as the math warps have staged it.
     template <class T>
     struct X {
         const uint8_t* first;
         const float* scale;
         MEGAMOE_DEVICE explicit X(Context& ctx) {
             const Args& args = ctx.args;
-            bool staged = args.in_scale == nullptr;
+            bool staged = stages_x<T>(args);
             if (staged && arch::lane_idx() == 0)
                 XReady::await(ctx.mem, ctx.window<uint32_t>(args.rank, args.window_staged) + args.rank,
                               ctx.epoch(), args.rank);
@@ -425,9 +445,10 @@ struct OneRank {
             scale = staged ? ctx.window<const float>(args.rank, args.window_x_scale) : args.in_scale;
         }
         MEGAMOE_DEVICE RowsInMemory rows(Context& ctx, int of_lane, int count) const {
+            using A = typename T::Gemm1::A;
             int token = arch::lane_idx() < count ? of_lane : 0, hidden = ctx.args.hidden;
-            return {first + int64_t{token} * hidden, scale + int64_t{token} * T::Gemm1::A::num_scales(hidden),
-                    1, hidden};
+            int bytes = A::row_bytes(hidden);
+            return {first + int64_t{token} * bytes, scale + int64_t{token} * A::num_scales(hidden), 1, bytes};
         }
     };
     static MEGAMOE_DEVICE int y_row(const Args&, int expert, int token) {

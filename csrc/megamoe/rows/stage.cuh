@@ -127,7 +127,7 @@ MEGAMOE_DEVICE void stage_tokens(Context& ctx, int num_tokens) {
     }
 }
 
-template <class X, int batch = 8>
+template <class X, int batch>
 MEGAMOE_DEVICE void stage_rows(Context& ctx, int num_tokens) {
     const Args& args = ctx.args;
     if constexpr (!X::scaled) {
@@ -148,7 +148,7 @@ MEGAMOE_DEVICE void stage_rows(Context& ctx, int num_tokens) {
 }
 
 // Copies x that was quantized before, with its scales.
-template <class X>
+template <class X, int batch>
 MEGAMOE_DEVICE void stage_quantized(Context& ctx, int num_tokens) {
     using Words = typename X::Words;
     const Args& args = ctx.args;
@@ -158,7 +158,7 @@ MEGAMOE_DEVICE void stage_quantized(Context& ctx, int num_tokens) {
         copy_by_crews(ctx, reinterpret_cast<uint4_t*>(rows), static_cast<const uint4_t*>(args.rows_in),
                       int64_t{num_tokens} * args.hidden / 16);
     } else {
-        each_piece<TwoWords, 8>(ctx, num_tokens, [&](const TwoWords& v, int64_t token, int column) {
+        each_piece<TwoWords, batch>(ctx, num_tokens, [&](const TwoWords& v, int64_t token, int column) {
             if (column < X::row_bytes(args.hidden))
                 X::put(rows + token * X::row_bytes(args.hidden), column, v);
         });
@@ -171,13 +171,13 @@ MEGAMOE_DEVICE void stage_quantized(Context& ctx, int num_tokens) {
     }
 }
 
-template <class T>
+template <class T, int batch = 8>
 MEGAMOE_DEVICE void stage_x(Context& ctx, int num_tokens) {
     using X = typename T::Gemm1::A;
     if constexpr (T::Pool::quantized && X::scaled) {
-        if (ctx.args.in_scale != nullptr) return stage_quantized<X>(ctx, num_tokens);
+        if (ctx.args.in_scale != nullptr) return stage_quantized<X, batch>(ctx, num_tokens);
     }
-    stage_rows<X>(ctx, num_tokens);
+    stage_rows<X, batch>(ctx, num_tokens);
 }
 
 // Tells all ranks, when all CTAs have come.

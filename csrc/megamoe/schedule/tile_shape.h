@@ -21,9 +21,10 @@ struct TileShape {
     static constexpr int rows = rows_;                  // of a block
     static constexpr int half_columns = half_columns_;  // one accumulator, one group of scales
     static constexpr int columns = 2 * half_columns;
-    static constexpr int num_slots = num_slots_;                // of the pipeline
-    static constexpr int num_output_slots = num_output_slots_;  // of a warpgroup, a box each
-    static constexpr int output_bytes = min_of(rows, warpgroup_rows) * slot_k_bytes;
+    static constexpr int num_slots = num_slots_;                    // of the pipeline
+    static constexpr int num_output_slots = num_output_slots_;      // of a warpgroup, a box each
+    static constexpr int step_rows = min_of(rows, warpgroup_rows);  // of one of several steps of K in a slot
+    static constexpr int output_bytes = step_rows * slot_k_bytes;
     static constexpr bool paired = paired_;
     using Forms = Forms_;                          // how weights get from slots to MMAs
     static constexpr int sums = half_columns / 2;  // of a half, in a thread

@@ -19,7 +19,7 @@ from megamoe.jit.cubin import read_u32
 from megamoe.jit.grouped import GroupedVariant, grouped_variants
 from megamoe.jit.module import check_abi
 from megamoe.jit.quantize import compile_quantize
-from megamoe.jit.source import ACTIVATIONS, FEW, Variant, variants
+from megamoe.jit.source import ACTIVATIONS, Variant, variants
 
 SMEM_LIMIT = 232448  # of a Hopper CTA
 REGISTERS = 65536 // 512  # what 512 threads may start with
@@ -52,6 +52,7 @@ QUICK = [
     Variant("fp8", "clamped_swiglu", kernel="train"),
     Variant("bf16", "clamped_swiglu", kernel="backward"),
     Variant("fp8", "swiglu", kernel="few"),
+    Variant("fp8xmxfp4", "swiglu", kernel="few"),
 ]
 QUICK_GROUPED = [
     GroupedVariant("saving", "swiglu"),
@@ -88,11 +89,11 @@ def test_instructions(built, tmp_path):
     assert count[math] >= 8
     mixed = variant.kernel == "backward" and math == "QGMMA"  # weight gradients are BF16's
     assert (count[other] > 0) == mixed
-    few = (
-        variant.kernel == "few"
-    )  # whose rows move by ordinary loads and stores, and whose roles share registers
+    few = variant.kernel == "few"  # whose rows move by ordinary loads and stores
     assert count["UTMALDG"] >= 3 - few  # A, and two halves of B
-    assert (count["UTMASTG"] > 0) == (count["USETMAXREG"] >= 2) == (not few)
+    assert (count["UTMASTG"] > 0) == (not few)
+    packed = PRECISIONS[variant.precision].packed
+    assert (count["USETMAXREG"] >= 2) == (not few or packed)
     adds = variant.kernel == "backward" or variant == GroupedVariant("weights")
     assert (count["UTMAREDG"] > 0) == adds  # to main_grad,
     assert (count["UTMAPF"] > 0) == adds  # which is asked into L2 before
@@ -252,7 +253,7 @@ def test_everything_is_warmed_at_once(capsys, monkeypatch):
 
 
 def test_variants_are_all_that_a_layer_asks_for():
-    """Each precision forward, MXFP4 with FP8 rows also for many rows, FP8 for few; all but one train."""
+    """Each precision forward, with FP8 rows also for few tokens, MXFP4 for many; all but one train."""
     wanted = {f"{p}-{a}" for p in PRECISIONS for a in ACTIVATIONS}
     wanted |= {f"fp8xmxfp4-{a}-panels" for a in ACTIVATIONS}
     for kernel in ("train", "backward"):
@@ -260,7 +261,8 @@ def test_variants_are_all_that_a_layer_asks_for():
             f"{kernel}-{p}-{a}" for p in PRECISIONS if p != "fp8_channel" for a in ACTIVATIONS
         }
     wanted |= {f"backward-fp8-{a}-e4m3-weights" for a in ACTIVATIONS}
-    wanted |= {f"{kernel}-fp8-{a}" for kernel in FEW for a in ACTIVATIONS}
+    wanted |= {f"few-{p}-{a}" for p in ("fp8", "fp8xmxfp4") for a in ACTIVATIONS}
+    wanted |= {f"push-fp8-{a}" for a in ACTIVATIONS}
     assert {str(v) for v in variants()} == wanted
     assert len(variants()) == len(wanted)
 
