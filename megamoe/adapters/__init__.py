@@ -11,6 +11,7 @@ from types import ModuleType
 LIBRARIES = {
     "flashinfer": (("flashinfer",), "megamoe[flashinfer]"),
     "megatron": (("megatron.core",), "megamoe[megatron]"),
+    "peft": (("peft", "transformers"), "peft"),
     "torchtitan": (("torchtitan", "spmd_types"), "megamoe[torchtitan]"),
     "transformers": (("transformers",), "megamoe[hf]"),
     "vllm": (("vllm",), "vllm"),

@@ -37,6 +37,7 @@ from megamoe.adapters.library_layer import (
     together,
 )
 from megamoe.adapters.library_parameters import expect_writes
+from megamoe.adapters.transformers_lora import run_with_lora
 from megamoe.adapters.transformers_weights import (
     activation_of,
     arranged,
@@ -112,8 +113,8 @@ class Experts:
         if getattr(module, "_is_expert_parallel", False):
             expected = f'all experts on one rank, or ep_implementation="{NAME}"'
             raise ConfigError("experts", f"{type(module).__name__} over several ranks", expected)
-        weights = weights_of(module, self._masters)
-        layer = self._layer(module, weights, top_k_index.shape[-1], None)
+        weights, layer = weights_of(module, self._masters), _with_lora(module)
+        layer = layer or self._layer(module, weights, top_k_index.shape[-1], None)
         x = hidden_states.to(torch.bfloat16)
         calls = (t.split(self._max_tokens) for t in (x, top_k_index, top_k_weights))
         parts = [layer(rows, ids, s, weights) for rows, ids, s in zip(*calls, strict=True)]
@@ -135,6 +136,8 @@ class Experts:
         """
 
         def call(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+            if _with_lora(module):
+                raise ConfigError("experts with LoRA", "over several ranks", "on one rank")
             top_k, group = top_k_index.shape[-1], ep_mesh.get_group()
             known = self._made(module, top_k_index.device, top_k)
             with together(known, group):
@@ -227,6 +230,12 @@ class Experts:
             bias=module.has_bias,
             **ranks,
         )
+
+
+def _with_lora(module: Any) -> Any:
+    """Return what computes experts with the adapters that peft.py has made active, or None without these."""
+    adapters = getattr(module, "adapters", None)
+    return partial(run_with_lora, adapters, module.activation) if adapters else None
 
 
 def _slice(tokens: Tensor, mesh: DeviceMesh) -> Tensor:

@@ -17,6 +17,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
+from megamoe.core.config import Activation
 from megamoe.core.errors import ConfigError
 from megamoe.core.table import MXFP4_GROUP
 
@@ -39,6 +40,7 @@ class PackedExperts(nn.Module):
         self.num_experts = num = config.num_local_experts
         self.hidden_size, self.intermediate_size = config.hidden_size, config.intermediate_size
         self.alpha, self.limit = config.swiglu_alpha, config.swiglu_limit
+        self.adapters: dict[str, Any] = {}  # active in this call: see transformers_lora.py
         for name, rows, columns in (
             ("gate_up_proj", 2 * self.intermediate_size, self.hidden_size),
             ("down_proj", self.hidden_size, self.intermediate_size),
@@ -51,6 +53,8 @@ class PackedExperts(nn.Module):
                 self.register_parameter(f"{name}_{kind}", nn.Parameter(stored, False))
             self.register_parameter(f"{name}_bias", nn.Parameter(torch.empty(num, rows)))
 
+    # What activation_of() finds, without its comparison in each call.
+    activation = property(lambda self: Activation("clamped_swiglu", self.alpha, self.limit, 1.0))
     # As transformers names the same tensors of DeepSeek-V4's FP4 experts.
     gate_up_proj = property(lambda self: self.gate_up_proj_blocks.flatten(2))
     down_proj = property(lambda self: self.down_proj_blocks.flatten(2))

@@ -12,7 +12,8 @@ transformers = pytest.importorskip("transformers", minversion="5.20")
 sys.path.append(str(Path(__file__).resolve().parents[1] / "unit"))
 from hf_models import experts_of  # noqa: E402
 from hf_quantized import written_packed  # noqa: E402
-from peft import LoraConfig, get_peft_model  # noqa: E402
+from pages import programs  # noqa: E402
+from peft import LoraConfig, PeftModel, get_peft_model  # noqa: E402
 from transformers import (  # noqa: E402
     GptOssConfig,
     GptOssForCausalLM,
@@ -21,8 +22,10 @@ from transformers import (  # noqa: E402
 )
 
 import megamoe  # noqa: E402
+import megamoe.adapters.peft  # noqa: E402
 from megamoe.adapters import transformers as adapter  # noqa: E402
-from megamoe.testing import assert_close  # noqa: E402
+from megamoe.core.errors import ConfigError  # noqa: E402
+from megamoe.testing import assert_close, compare  # noqa: E402
 
 SHAPE = {
     "vocab_size": 64,
@@ -140,3 +143,118 @@ def test_attention_and_router_over_packed_experts(tmp_path):
     for name, expected in found["dequantized"].items():
         assert expected.any()
         assert torch.equal(found["packed"][name], expected), name
+
+
+EXPERTS = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
+
+
+def loaded(folder, kind):
+    """kind: experts stay packed, or float experts that transformers computes with PEFT's own wrapper."""
+    packed = kind == "packed"
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder,
+        dtype=torch.bfloat16,
+        experts_implementation="megamoe" if packed else "eager",
+        quantization_config=transformers.Mxfp4Config(dequantize=not packed),
+    )
+
+
+def with_lora(folder, kind, *targets, **options):
+    torch.manual_seed(0)
+    options = {"r": 8, "lora_alpha": 64, "init_lora_weights": False} | options
+    config = LoraConfig(target_parameters=list(targets), target_modules=[], **options)
+    return get_peft_model(loaded(folder, kind), config)
+
+
+@pytest.fixture(scope="module")
+def gpt_oss(tmp_path_factory):
+    adapter.register(max_tokens=64, backend="staged")
+    megamoe.adapters.peft.install()
+    return written_packed(tmp_path_factory.mktemp("gpt-oss"))
+
+
+def batch():
+    return torch.randint(3, 128, (2, 16), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("targets", [EXPERTS, EXPERTS[:1], EXPERTS[1:]])
+@pytest.mark.parametrize("rank", [4, 8])
+def test_lora_on_packed_experts_has_the_gradients_of_float_ones(gpt_oss, targets, rank):
+    found, ids = {}, batch()
+    for kind in ("packed", "float"):
+        model = with_lora(gpt_oss, kind, *targets, r=rank).train()
+        model(input_ids=ids, labels=ids).loss.backward()
+        found[kind] = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
+    assert [*found["packed"]] == [*found["float"]]
+    assert sum("experts" in name for name in found["packed"]) == 4 * len(targets)
+    for name, expected in found["float"].items():
+        assert expected.any()
+        assert_close(found["packed"][name], expected, relative=3e-2, name=name)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("first", "second"), [("packed", "float"), ("float", "packed")])
+def test_adapters_are_read_by_the_other_kind(gpt_oss, tmp_path, first, second):
+    ids, model = batch(), with_lora(gpt_oss, first, *EXPERTS)
+    expected, state = model(ids).logits, model.state_dict()
+    with model.disable_adapter():
+        plain = model(ids).logits
+    model.save_pretrained(tmp_path)
+    other = PeftModel.from_pretrained(loaded(gpt_oss, second), tmp_path)
+    own = other.state_dict()
+    factors = [name for name in own if ".lora_" in name]
+    assert len(factors) == 8
+    assert all(torch.equal(own[name], state[name]) for name in factors)
+    assert_close(other(ids).logits, expected, relative=2e-2)
+    with other.disable_adapter():
+        assert_close(other(ids).logits, plain, relative=1e-2)
+    assert compare(expected, plain).relative > 0.1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_steps_over_packed_experts(gpt_oss, dtype):
+    model, ids = with_lora(gpt_oss, "packed", *EXPERTS, init_lora_weights=True).train(), batch()
+    model.to(dtype)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.enable_input_require_grads()
+    base = {n: p.clone() for n, p in model.named_parameters() if not p.requires_grad}
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    losses = []
+    for _ in range(6):
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[-1] < losses[0] - 0.1
+    after = dict(model.named_parameters())
+    assert all(torch.equal(after[name], value) for name, value in base.items())
+    assert sorted(experts_of(model)[0].state_dict())[:2] == ["down_proj_bias", "down_proj_blocks"]
+
+
+def test_the_program_of_the_page(gpt_oss):
+    (program,) = programs("docs/adapters.md", "peft")
+    names = {"model": loaded(gpt_oss, "packed")}
+    exec(program, names)
+    trained = [n for n, p in names["model"].named_parameters() if p.requires_grad]
+    assert len(trained) == 8
+    assert all("experts" in name for name in trained)
+
+
+def test_a_second_adapter_and_what_is_refused(gpt_oss):
+    model, ids = with_lora(gpt_oss, "packed", *EXPERTS), batch()
+    config = LoraConfig(
+        r=4,
+        lora_alpha=32,
+        target_parameters=[*EXPERTS],
+        target_modules=[],
+        init_lora_weights=False,
+    )
+    first = model(ids).logits
+    model.add_adapter("second", config)
+    assert torch.equal(model(ids).logits, first)
+    model.base_model.set_adapter(["default", "second"])
+    assert compare(model(ids).logits, first).relative > 0.1
+    with pytest.raises(ConfigError, match="weights to merge into is packed"):
+        model.merge_and_unload()
+    assert not experts_of(model)[0].adapters

@@ -19,7 +19,7 @@ from transformers.distributed import DistributedConfig  # noqa: E402
 from megamoe.adapters import transformers as adapter  # noqa: E402
 from megamoe.adapters.library_parameters import local  # noqa: E402
 from megamoe.adapters.transformers_packed import PackedExperts  # noqa: E402
-from megamoe.adapters.transformers_weights import weights_of  # noqa: E402
+from megamoe.adapters.transformers_weights import activation_of, weights_of  # noqa: E402
 
 NAMES = [
     f"{matrix}_proj_{kind}"
@@ -66,6 +66,7 @@ def test_experts_stay_packed(folder):
     assert all(torch.equal(state[name], stored[name]) for name in stored)
     first = experts_of(model)[0]
     assert sorted(first.state_dict()) == sorted(NAMES)
+    assert first.activation == activation_of(first)
     weights = weights_of(first)
     assert weights.w13.data_ptr() == first.gate_up_proj_blocks.data_ptr()
     assert weights.w2.data_ptr() == first.down_proj_blocks.data_ptr()

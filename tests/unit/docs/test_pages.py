@@ -22,6 +22,7 @@ ELSEWHERE = {  # page, word -> the test that asks pages.programs() for these
     ("README.md", "adapters"): "tests/unit/docs/test_pages.py",  # statements of docs/adapters.md
     ("docs/training.md", "gpu"): "tests/gpu/test_training_gpu.py",
     ("docs/adapters.md", "hf"): "tests/unit/hf_models.py",
+    ("docs/adapters.md", "peft"): "tests/libraries/test_peft.py",
     ("docs/adapters.md", "megatron"): "tests/libraries/test_megatron.py",
     ("docs/adapters.md", "flashinfer"): "tests/libraries/test_flashinfer.py",
     ("docs/adapters.md", "library"): "tests/unit/adapters/test_library_layer.py",
