@@ -2,6 +2,7 @@
 """Train and run GPT-OSS-120B with frozen MXFP4 experts on one GPU, through transformers and PEFT.
 
     python tools/train_packed.py --steps 50 --generate 1 8 64 --curves out/packed.csv
+    python tools/train_packed.py --steps 20 --experts 8 --checkpointing
     python tools/train_packed.py --layers 4 --cases packed bf16 own --steps 20
     python tools/train_packed.py --cpu                        a tiny model
 
@@ -32,6 +33,7 @@ def main() -> int:
     add("--tokens", type=at_least(2), help="of a step; default: 4096, on a CPU 64")
     add("--sequences", type=at_least(1), default=1, help="that the tokens are cut into")
     add("--attention", default="eager", help="attn_implementation: eager or flex_attention")
+    add("--experts", type=at_least(1), metavar="RANK", help="LoRA on the experts, too; needs peft")
     add("--checkpointing", action="store_true", help="recompute layers in backward")
     add("--generate", type=at_least(1), nargs="*", default=[], metavar="B", help="batches")
     add("--length", type=at_least(4), default=96, help="tokens of a generated text, at most 128")

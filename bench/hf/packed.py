@@ -110,8 +110,15 @@ def kernels_of(step: Callable[[], Any]) -> dict[str, float]:
     return {"all": sum(of.values())} | {name: of[name] for name in longest[:SHOWN]}
 
 
-def trained(model: Any) -> tuple[Any, list[nn.Parameter]]:
-    """Return the model that is called, with adapters if peft is installed, and its parameters that are trained."""
+def trained(model: Any, rank: int | None) -> tuple[Any, list[nn.Parameter]]:
+    """Return the model that is called, with adapters if peft is installed, and its parameters that are trained.
+
+    rank: of adapters of the experts; None: experts have none.
+    """
+    targets = ["mlp.router.weight"]
+    if rank is not None:
+        import_module("megamoe.adapters.peft").install()
+        targets += ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     whole = ["norm.weight", "lm_head.weight"]
     if find_spec("peft") is None:
         whole += ["router.weight", "router.bias"]
@@ -120,7 +127,7 @@ def trained(model: Any) -> tuple[Any, list[nn.Parameter]]:
         attention = [f"{name}_proj" for name in "qkvo"]
         model = peft.get_peft_model(
             model,
-            peft.LoraConfig(r=8, target_modules=attention, target_parameters=["mlp.router.weight"]),
+            peft.LoraConfig(r=rank or 8, target_modules=attention, target_parameters=targets),
         )
     for name, parameter in model.named_parameters():
         if name.endswith(tuple(whole)):
@@ -130,7 +137,7 @@ def trained(model: Any) -> tuple[Any, list[nn.Parameter]]:
 
 def train(model: Any, setup: Setup, args: argparse.Namespace, result: Result) -> str:
     """Take the steps of a recipe; return what was trained."""
-    model, parameters = trained(model)
+    model, parameters = trained(model, args.experts)
     model.train()
     if args.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -217,7 +224,7 @@ def run(case: str, args: argparse.Namespace, me: Rank) -> tuple[Result, str]:
             me.print(f"{case}: trained in {time.perf_counter() - start:.0f} s")
             peak("training")
         layers = model.config.num_hidden_layers
-        if experts and experts.num_layers != layers:
+        if experts and args.experts is None and experts.num_layers != layers:
             raise RuntimeError(f"megamoe computed {experts.num_layers} of {layers} layers")
         return result, what
     finally:

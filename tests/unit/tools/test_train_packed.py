@@ -13,7 +13,7 @@ from bench.ranks import Rank  # noqa: E402
 
 RUN = {"backend": "staged", "cases": ["packed", "own"], "layers": 1, "steps": 2, "tokens": 16}
 RUN |= {"sequences": 2, "attention": "eager", "checkpointing": True, "generate": [2], "length": 12}
-RUN |= {"profile": False}
+RUN |= {"profile": False, "experts": None}
 
 
 def test_cases(alone, monkeypatch, capsys, tmp_path):
