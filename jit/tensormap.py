@@ -9,24 +9,24 @@ from typing import Any
 from cuda.bindings import driver
 
 from megamoe.jit import abi
-from megamoe.jit.driver import check
+from megamoe.jit.driver import check, use_device
 
 _TYPES = {1: "UINT8", 2: "BFLOAT16", 4: "FLOAT32"}  # e4m3 is moved as bytes
 
 
-@lru_cache(maxsize=1)
-def _driver_call() -> Any:
-    """Return cuTensorMapEncodeTiled through ctypes: cuda-python's own does not align its result to 64 bytes."""
-    call = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled
-    call.restype = ctypes.c_int
-    call.argtypes = [
-        ctypes.c_void_p,
-        ctypes.c_int,
-        ctypes.c_uint32,
-        *[ctypes.c_void_p] * 5,
-        *[ctypes.c_int] * 4,
-    ]
+@lru_cache(maxsize=2)
+def _driver_call(name: str, *types: Any) -> Any:
+    """Return a function of the driver by ctypes: cuda-python's own does not align a map to 64 bytes."""
+    call = getattr(ctypes.CDLL("libcuda.so.1"), name)
+    call.restype, call.argtypes = ctypes.c_int, types
     return call
+
+
+_Place = ctypes.c_void_p
+_ENCODE = (
+    *("cuTensorMapEncodeTiled", _Place, ctypes.c_int, ctypes.c_uint32),
+    *([_Place] * 5 + [ctypes.c_int] * 4),
+)
 
 
 @lru_cache(maxsize=4096)
@@ -43,10 +43,20 @@ def encode(
     """
     tensor_map = abi.aligned(abi.TensorMap)
     before, behind = _geometry(dims, strides_bytes, box, element_bytes)
-    status = _driver_call()(ctypes.addressof(tensor_map), *before, base, *behind)
+    status = _driver_call(*_ENCODE)(ctypes.addressof(tensor_map), *before, base, *behind)
     if status:
         check((driver.CUresult(status),))
     return bytes(tensor_map)
+
+
+def replace_address(tensor_map: int, base: int, device: int) -> None:
+    """Let the map at an address be of memory elsewhere."""
+    replace = _driver_call("cuTensorMapReplaceAddress", _Place, _Place)
+    status = replace(tensor_map, base)
+    if status and use_device(device):  # a new thread: it had no context
+        status = replace(tensor_map, base)
+    if status:
+        check((driver.CUresult(status),))
 
 
 @lru_cache(maxsize=4096)

@@ -84,7 +84,7 @@ def launch_order(device: int) -> _LaunchOrder:
 
 def on_device(device: torch.device) -> Any:
     """Return a context in which `device` is current."""
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
+    if device.type != "cuda" or device.index == current_device():
         return nullcontext()
     return torch.cuda.device(device)
 

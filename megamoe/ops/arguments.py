@@ -1,35 +1,37 @@
 """Describe a grouped launch and fill its argument block: csrc/megamoe/kernels/grouped.cuh.
 
-The tensors are already validated. The tensor maps of outputs are ragged: their dimensions are (columns, 64, rows + 1,
-1), both middle dimensions have the distance between rows as stride, and the base is 64 rows before the tensor. A box
-that begins at (64 - n, row + n) covers the rows row .. row + n - 1 (csrc/megamoe/cta/blocks.cuh). Use such a map only
-for stores: a load would touch the memory before the tensor.
+The tensors are already validated. A block depends on their geometry and, in the places that fill() returns, on their
+addresses. So it is kept, and a later launch of the same geometry changes these places alone.
+
+The tensor maps of outputs are ragged: their dimensions are (columns, 64, rows + 1, 1), both middle dimensions have the
+distance between rows as stride, and the base is 64 rows before the tensor. A box that begins at (64 - n, row + n)
+covers the rows row .. row + n - 1 (csrc/megamoe/cta/blocks.cuh). Use such a map only for stores: a load would touch the
+memory before the tensor.
 """
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from megamoe.core.config import Activation
 from megamoe.core.errors import ArgumentError
 from megamoe.core.planes import STRIDE_BYTES, map_strides
-from megamoe.launch.table import (
-    HALF,
-    ROWS,
-    Encoder,
-    Map,
-    Row,
-    address_of,
-    box,
-    set_map,
-    set_maps,
-    write,
-)
+from megamoe.launch.table import HALF, ROWS, Encoder, Map, box, set_map
 from megamoe.ops.groups import Groups
 from megamoe.ops.operands import Operands, by_k
+
+
+class Place(NamedTuple):
+    """Where a block has the address of a tensor: in a tensor map, or as a pointer."""
+
+    tensor: int  # which of a launch's tensors()
+    field: Any
+    map: Map | None = None  # its base is relative to the tensor
 
 
 @dataclass(slots=True)
@@ -54,47 +56,50 @@ class Gemm:
     row_scale: Tensor | None = None
     d_scale: Tensor | None = None
 
-    def key(self) -> tuple[Any, ...]:
-        """Return all that fill() reads."""
-        of = self.out, self.bias, self.gu, self.h, self.out_scale, self.row_scale, self.d_scale
-        offs, alignment = self.groups
-        return _facts(*self.operands, offs, *of), alignment, self.activation, self.interleaved
+    num_mapped = 5  # of tensors(); of the others fill() reads addresses alone
 
-    def fill(self, args: Any, encode: Encoder) -> None:
-        """Fill a zeroed `abi.LAUNCHES["grouped"]`."""
-        (x, w, x_scale, w_scale), act, own = self.operands, self.activation, args.own
-        args.num_local_experts = w.shape[0]
-        own.ends, own.num_rows = address_of(self.groups.offs), self.out.shape[0]
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        (x, w, *scales, _), offs = self.operands, self.groups.offs
+        of = *scales, self.bias, self.out_scale, offs, self.row_scale, self.d_scale
+        return x, w, self.out, self.gu, self.h, *of
+
+    def options(self) -> tuple[Any, ...]:
+        """Return what else fill() reads."""
+        act = self.activation
+        numbers = () if act is None else (act.alpha, act.limit, act.up_offset)
+        return self.groups.alignment, *numbers
+
+    def fill(self, args: Any) -> list[Place]:
+        """Fill a zeroed `abi.LAUNCHES["grouped"]` but for addresses; return their places."""
+        (x, w, x_scale, _, of_w), act, gu, h = self.operands, self.activation, self.gu, self.h
+        own, gemm = args.own, args.gemm[0]
+        matrices = w.mT.view(len(w), of_w, w.shape[2] // of_w, w.shape[1])  # [E, P, N, K]
+        args.num_local_experts, own.num_rows = len(w), len(x)
         own.row_alignment = self.groups.alignment
-        written = (t for t in (self.out, self.gu if self.h is None else self.h) if t is not None)
-        for i, t in enumerate(written):
-            own.cleared[i] = t.data_ptr()
-            own.cleared_row_bytes[i] = t[0].numel() * t.element_size()
-        own.row_weight, own.d_s = address_of(self.row_scale), address_of(self.d_scale)
+        gemm.n, gemm.k = matrices.shape[2:]
         if act is not None:
             args.act_alpha, args.act_limit, args.act_up_offset = act.alpha, act.limit, act.up_offset
-        planes = 1 if act is None or self.interleaved else act.planes
-        if self.gu is not None:
-            of_gu = _ragged if self.h is None else _rows
-            set_maps(args.gu, [of_gu(t) for t in self.gu.chunk(planes, 1)], encode)
-        if self.h is not None:
-            set_map(args.hs, encode(*_ragged(self.h)))
         for scale in (x_scale, self.out_scale):
             if scale is not None:
                 args.pool_rows = scale.shape[1]
-        row = Row(
-            "gemm1",
-            a=[_rows(x)],
-            b=_matrices(w, HALF) if by_k(w) else _matrices(w.transpose(2, 3)),
-            out=[_ragged(t) for t in self.out.chunk(1 if self.h is None else planes, 1)],
-            a_scale=address_of(x_scale),
-            b_scale=address_of(w_scale),
-            out_scale=address_of(self.out_scale),
-            bias=address_of(self.bias),
-            n=w.shape[2],
-            k=w.shape[3],
-        )
-        write(args, [row], encode)
+        b = _matrices(matrices, HALF) if by_k(w) else _matrices(matrices.transpose(2, 3))
+        planes = 1 if act is None or self.interleaved else act.planes
+        places = [
+            *_maps(0, gemm.a, _rows(x)),
+            Place(1, gemm.b, b),
+            *_maps(2, gemm.out, _ragged(self.out, 1 if h is None else planes)),
+            *_pointers(5, gemm, "a_scale", "b_scale", "bias", "out_scale"),
+            *_pointers(9, own, "ends", "row_weight", "d_s"),
+        ]
+        if gu is not None:
+            places += _maps(3, args.gu, (_ragged if h is None else _rows)(gu, planes))
+        if h is not None:
+            places.append(Place(4, args.hs, *_ragged(h)))
+        for i, (tensor, t) in enumerate(((2, self.out), (3, gu) if h is None else (4, h))):
+            if t is not None:
+                own.cleared_row_bytes[i] = t.shape[1] * t.element_size()
+                places.append(Place(tensor, _pointer(own.cleared, 8 * i)))
+        return places
 
 
 @dataclass(slots=True)
@@ -113,68 +118,83 @@ class Outer:
     sums: Tensor | None
     accumulate: bool
 
-    def key(self) -> tuple[Any, ...]:
-        """Return all that fill() reads."""
-        of = self.a, self.b, *self.tails, self.groups.offs, self.out, self.sums
-        return _facts(*of), self.groups.alignment, self.accumulate
+    num_mapped = 5
 
-    def fill(self, args: Any, encode: Encoder) -> None:
-        """Fill a zeroed `abi.LAUNCHES["grouped_weights"]`."""
-        own, out, size = args.own, self.out, self.out.element_size()
-        args.num_local_experts = out.shape[0]
-        own.ends, own.num_rows = address_of(self.groups.offs), self.a.shape[0]
-        own.row_alignment = self.groups.alignment
-        own.dw_bytes, own.accumulate = size, self.accumulate
-        set_map(own.tails_b, encode(*_matrices(self.tails[1][None, None])))
-        row = Row(
-            "dw13",
-            a=[_rows(self.a), _rows(self.tails[0])],
-            b=_matrices(self.b[None, None]),
-            out=[_matrices(out.unsqueeze(1))],
-            bias=address_of(self.sums),
-            m=out.shape[1],
-            n=out.shape[2],
-        )
-        write(args, [row], encode)
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return self.a, self.b, *self.tails, self.out, self.groups.offs, self.sums
 
+    def options(self) -> tuple[Any, ...]:
+        """Return what else fill() reads."""
+        return self.groups.alignment, self.accumulate
 
-def _facts(*tensors: Tensor | None) -> tuple[Any, ...]:
-    return tuple(
-        [t if t is None else (t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors]
-    )
+    def fill(self, args: Any) -> list[Place]:
+        """Fill a zeroed `abi.LAUNCHES["grouped_weights"]` but for addresses; return their places."""
+        own, gemm, out = args.own, args.gemm[0], self.out
+        args.num_local_experts, gemm.m, gemm.n = out.shape
+        own.num_rows, own.row_alignment = len(self.a), self.groups.alignment
+        own.dw_bytes, own.accumulate = out.element_size(), self.accumulate
+        return [
+            Place(0, gemm.a[0], *_rows(self.a)),
+            Place(1, gemm.b, _matrices(self.b[None, None])),
+            Place(2, gemm.a[1], *_rows(self.tails[0])),
+            Place(3, own.tails_b, _matrices(self.tails[1][None, None])),
+            *_maps(4, gemm.out, [_matrices(out.unsqueeze(1))]),
+            *_pointers(5, own, "ends"),
+            *_pointers(6, gemm, "bias"),
+        ]
 
 
-def _row_bytes(t: Tensor) -> int:
-    """Bytes between rows; of a single row, any that a map takes."""
-    elements = t.stride(0) if t.shape[0] > 1 else t.shape[1]
-    return elements * t.element_size()
+def _maps(tensor: int, fields: Any, maps: Sequence[Map]) -> list[Place]:
+    """Return the places of maps by plane; the last one stands for further planes."""
+    of = enumerate(fields)
+    return [Place(tensor, field, maps[min(i, len(maps) - 1)]) for i, field in of]
 
 
-def _base(t: Tensor) -> int:
-    base = t.data_ptr()
-    if base % STRIDE_BYTES:  # torch.compile traces past checks.check_place
-        raise ArgumentError("data_ptr() of an operand", hex(base), f"a multiple of {STRIDE_BYTES}")
-    return base
+def _pointers(first: int, owner: Any, *names: str) -> list[Place]:
+    """Return the places of members, of one tensor after the other."""
+    members = enumerate(getattr(type(owner), name).offset for name in names)
+    return [Place(first + i, _pointer(owner, offset)) for i, offset in members]
 
 
-def _rows(t: Tensor) -> Map:
-    """t: [M, C]; boxes of 64 rows."""
-    size = t.element_size()
-    return Map(_base(t), (t.shape[1], t.shape[0]), (_row_bytes(t),), box(size), size)
+def _pointer(owner: Any, offset: int) -> Any:
+    return ctypes.c_uint64.from_address(ctypes.addressof(owner) + offset)
 
 
-def _ragged(t: Tensor) -> Map:
-    row, size = _row_bytes(t), t.element_size()
-    dims = (t.shape[1], ROWS, t.shape[0] + 1, 1)
-    return Map(_base(t) - ROWS * row, dims, (row, row, row), box(size, rank=4), size)
+def write(places: Sequence[Place], addresses: Sequence[int], encode: Encoder) -> None:
+    """Put the tensors' addresses into the block."""
+    for tensor, field, of in places:
+        if of is None:
+            field.value = addresses[tensor]
+        else:
+            set_map(field, encode(addresses[tensor] + of.base, *of[1:]))
+
+
+def addresses_of(launch: Gemm | Outer) -> list[int]:
+    """Return the addresses of a launch's tensors, 0 for None."""
+    found = [0 if t is None else t.data_ptr() for t in launch.tensors()]
+    for base in found[: launch.num_mapped]:
+        if base % STRIDE_BYTES:  # torch.compile traces past checks.check_place
+            expected = f"a multiple of {STRIDE_BYTES}"
+            raise ArgumentError("data_ptr() of an operand", hex(base), expected)
+    return found
+
+
+def _rows(t: Tensor, planes: int = 1, ragged: bool = False) -> list[Map]:
+    """t: [M, P*C] -> maps of each plane; boxes of 64 rows."""
+    size, (rows, width) = t.element_size(), t.shape
+    row = (t.stride(0) if rows > 1 else width) * size  # of a single row, any that a map takes
+    c = width // planes
+    dims = (c, ROWS, rows + 1, 1) if ragged else (c, rows)
+    strides, of_box = (row,) * (len(dims) - 1), box(size, rank=len(dims))
+    first = -ROWS * row * ragged
+    return [Map(first + p * c * size, dims, strides, of_box, size) for p in range(planes)]
+
+
+def _ragged(t: Tensor, planes: int = 1) -> list[Map]:
+    return _rows(t, planes, ragged=True)
 
 
 def _matrices(w: Tensor, rows: int = ROWS) -> Map:
     """w: [E, P, R, C]; boxes of so many rows."""
-    return Map(
-        _base(w),
-        tuple(w.shape[::-1]),
-        map_strides(w),
-        box(w.element_size(), rows, 4),
-        w.element_size(),
-    )
+    size = w.element_size()
+    return Map(0, tuple(w.shape[::-1]), map_strides(w), box(size, rows, 4), size)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
-from functools import wraps
-from typing import Any, NamedTuple, TypeVar, cast
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,17 +14,15 @@ from megamoe.core import transforms
 from megamoe.core.config import MAX_LOCAL_EXPERTS, Activation
 from megamoe.core.errors import ArgumentError
 from megamoe.core.planes import (
-    IN_MEMORY,
     STRIDE_BYTES,
-    SUSPECT_BELOW,
     check_kind,
     check_memory,
     check_strides,
     overlaps_itself,
 )
-from megamoe.core.transforms import watched
 from megamoe.core.uncompiled import uncompiled
 from megamoe.formats.quantization import E4M3, num_groups
+from megamoe.ops.calls import unless_known
 from megamoe.ops.groups import Groups
 from megamoe.ops.scales import by_block, num_places
 
@@ -40,54 +36,6 @@ ALIGNMENTS = tuple(1 << bits for bits in range(9))
 def refuse(name: str, value: object, expected: str) -> None:
     """Raise ArgumentError outside of torch.compile, which would retry smaller frames that do not see tangents."""
     raise ArgumentError(name, value, expected)
-
-
-class _Call(threading.local):
-    """What this thread runs. known: a call like one that was validated."""
-
-    known = False
-
-
-_call, _validated, MAX_VALIDATED = _Call(), set[Any](), 4096
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def validates(function: F) -> F:
-    """Skip what is `unless_known` in calls like earlier ones: in shapes, strides, types, devices and options."""
-
-    @wraps(function)
-    def call(*args: Any, **options: Any) -> Any:
-        if torch.compiler.is_compiling() or watched():
-            return function(*args, **options)
-        key: Any = (function.__name__, *options, *map(_facts, (*args, *options.values())))
-        try:
-            _call.known = key in _validated
-        except TypeError:  # an argument of a wrong type, which the checks name
-            return function(*args, **options)
-        try:
-            found = function(*args, **options)
-        finally:
-            _call.known = False
-        if len(_validated) == MAX_VALIDATED:
-            _validated.clear()
-        _validated.add(key)
-        return found
-
-    return cast(F, call)
-
-
-def _facts(value: Any) -> Any:
-    """Return what the checks read of an argument: with one that may have been freed, or not be aligned, its place."""
-    if type(value) not in IN_MEMORY or value.layout != torch.strided or value.is_nested:
-        return (type(value), value) if not isinstance(value, Tensor) else [value]
-    place = value.data_ptr()
-    suspect = place < SUSPECT_BELOW or place % STRIDE_BYTES
-    return [value] if suspect else (value.shape, value.stride(), value.dtype, value.device)
-
-
-def unless_known(check: Callable[..., None]) -> Any:
-    """Make a check one that validates() skips."""
-    return wraps(check)(lambda *args, **given: None if _call.known else check(*args, **given))
 
 
 _OPTIONAL = ("bias", "b_up", "b_down", "row_scale")

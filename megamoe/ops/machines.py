@@ -24,11 +24,12 @@ from megamoe.launch.launches import (
     on_device,
     refuse_capture,
 )
-from megamoe.ops.arguments import Gemm, Outer
+from megamoe.ops import calls
+from megamoe.ops.arguments import Gemm, Outer, Place, addresses_of, write
 
 logger = logging.getLogger("megamoe")
 MAX_KEPT = 4096  # arguments, of 2 KB
-_margins: list[int] = []
+ANYWHERE = 1 << 40  # an address that maps may have
 
 
 @contextmanager
@@ -36,58 +37,85 @@ def sm_margin(num_sms: int) -> Iterator[None]:
     """Leave SMs of the GPU to other kernels, in calls of all threads inside `with`: backward passes run in their own.
 
     Args:
-        num_sms: How many. A launch has at least one pair of CTAs. Outside: MEGAMOE_RESERVE_SMS, or 0.
+        num_sms: How many. A launch has at least one pair of CTAs. Outside: MEGAMOE_RESERVE_SMS, read once, or 0.
 
     Raises:
         ArgumentError: `num_sms` is no number of SMs.
     """
     if type(num_sms) is not int or num_sms < 0:
         raise ArgumentError("num_sms", repr(num_sms), "an int, 0 or more")
-    _margins.append(num_sms)
+    calls.margins.append(num_sms)
     try:
         yield
     finally:
-        _margins.pop()
+        calls.margins.pop()
 
 
 def _grid(num_sms: int) -> int:
     """Return the CTAs of a launch on so many SMs."""
-    margin = _margins[-1] if _margins else env.reserve_sms() or 0
+    margin = calls.margins[-1] if calls.margins else _reserved() or 0
     return max(num_sms - margin, PAIR_CTAS) // PAIR_CTAS * PAIR_CTAS
+
+
+_reserved = cache(env.reserve_sms)
+
+
+class _Kept:
+    """An argument block, with a launcher that reads it and the addresses that are in it, at first none.
+
+    replace: tensormap.replace_address.
+    """
+
+    def __init__(self, launcher: Any, replace: Any, places: list[Place], num: int) -> None:
+        self.launcher, self._replace = launcher, replace
+        self._addresses = self._none = [-1] * num
+        of = [[p for p in places if p.tensor == tensor] for tensor in range(num)]
+        self._pointers = [[p.field for p in here if p.map is None] for here in of]
+        self._maps = [
+            [(ctypes.addressof(p.field), p.map.base) for p in here if p.map] for here in of
+        ]
+
+    def move(self, addresses: list[int]) -> None:
+        """Put these addresses into the block where others are."""
+        before, self._addresses = self._addresses, self._none  # until all are there
+        for i, base in enumerate(addresses):
+            if base != before[i]:
+                for pointer in self._pointers[i]:
+                    pointer.value = base
+                for place, offset in self._maps[i]:
+                    self._replace(place, base + offset, self.launcher.kernel.device)
+        self._addresses = addresses
 
 
 class Gpu:
     """Launches on the current stream of one device; the host waits for nothing.
 
-    Launches with equal keys have equal arguments, which are kept: to fill one takes longer than a small kernel.
+    Argument blocks are kept by all but addresses: to fill one takes longer than a small kernel.
     """
 
     def __init__(self, ordinal: int) -> None:
-        self._ordinal = ordinal
-        self._launchers: dict[tuple[GroupedVariant, int], Any] = {}
-        self._kept: dict[tuple[GroupedVariant, tuple[Any, ...]], Any] = {}
+        self._ordinal, self._device = ordinal, torch.device("cuda", ordinal)
+        self._kernels: dict[GroupedVariant, Any] = {}
+        self._kept: dict[Any, _Kept] = {}
 
     def run(self, variant: GroupedVariant, launch: Gemm | Outer) -> None:
-        """Launch one kernel. The first launch of a variant, or grid, loads it and cannot be captured."""
-        from megamoe.jit.driver import use_device
-        from megamoe.jit.tensormap import encode
-
-        with launch_lock, on_device(torch.device("cuda", self._ordinal)):
-            use_device(self._ordinal)  # a thread of autograd has no context before its first launch
-            key = variant, _grid(self._num_sms)
-            launcher = self._launchers.get(key)
-            if launcher is None:
-                launcher = self._launchers[key] = self._load(*key)
-            args, of_launch = launcher.argument, (variant, launch.key())
-            kept = self._kept.get(of_launch)
+        """Launch one kernel. The first launch of a variant loads it and cannot be captured."""
+        tensors, addresses, mapped = launch.tensors(), addresses_of(launch), launch.num_mapped
+        geometry = [t if t is None else (t.shape, t.stride(), t.dtype) for t in tensors[:mapped]]
+        others = [t is None for t in tensors[mapped:]]
+        with launch_lock, on_device(self._device):
+            grid = _grid(self._num_sms)
+            key = variant, grid, launch.options(), *geometry, *others
+            kept = self._kept.get(key)
             if kept is None:
-                kept = type(args)()
-                launch.fill(kept, encode)
+                kept = self._fill(variant, grid, launch)
                 if len(self._kept) == MAX_KEPT:
                     self._kept.clear()
-                self._kept[of_launch] = kept
-            ctypes.memmove(ctypes.addressof(args), ctypes.addressof(kept), ctypes.sizeof(args))
-            launcher.launch(current_stream_handle(self._ordinal))
+                self._kept[key] = kept
+            kept.move(addresses)
+            kept.launcher.launch(current_stream_handle(self._ordinal))
+        if calls.call.plan is not None:
+            calls.call.plan.launched(self._device, kept, tensors)
 
     @cached_property
     def _num_sms(self) -> int:
@@ -95,12 +123,20 @@ class Gpu:
 
         return device_attribute(self._ordinal, "MULTIPROCESSOR_COUNT")
 
-    def _load(self, variant: GroupedVariant, grid: int) -> Any:
+    def _fill(self, variant: GroupedVariant, grid: int, launch: Gemm | Outer) -> _Kept:
+        from megamoe.jit.driver import use_device
         from megamoe.jit.module import Launcher, load_kernel
+        from megamoe.jit.tensormap import encode, replace_address
 
-        refuse_capture(f"run {variant} on {grid} SMs once before CUDA graph capture")
-        kernel = load_kernel(variant, self._ordinal)
-        return Launcher(kernel, grid, abi.aligned(abi.LAUNCHES[variant.launch]), cooperative=False)
+        if variant not in self._kernels:
+            refuse_capture(f"run {variant} once before CUDA graph capture")
+            self._kernels[variant] = load_kernel(variant, self._ordinal)
+        use_device(self._ordinal)  # a thread of autograd has no context before its first launch
+        args = abi.aligned(abi.LAUNCHES[variant.launch])
+        num, places = len(launch.tensors()), launch.fill(args)
+        write(places, [ANYWHERE] * num, encode)
+        launcher = Launcher(self._kernels[variant], grid, args, cooperative=False)
+        return _Kept(launcher, replace_address, places, num)
 
 
 class Fibers:
@@ -111,7 +147,7 @@ class Fibers:
     def run(self, variant: GroupedVariant, launch: Gemm | Outer) -> None:
         """Run one kernel to its end."""
         args = abi.aligned(abi.LAUNCHES[variant.launch])
-        launch.fill(args, encode_emulated)
+        write(launch.fill(args), addresses_of(launch), encode_emulated)
         run_alone(variant, args, _grid(self.num_ctas), self.seed)
 
 

@@ -31,14 +31,15 @@ _FORMULAS = Codec(quantize_rows, dequantize_rows)
 class Operands(NamedTuple):
     """x: [M, K]; its scales by block, of groups of 128 columns or one a row.
 
-    w: [E, P, N, K]; its scales by 128 x 128 of a plane [E, P * ceil(N/128), ceil(K/128)] or by channel [E, P * N, 1].
-    P is 2 if gate and up are halves of N. Without scales both are bf16, with them e4m3.
+    w: [E, K, P*N]; its scales by 128 x 128 of a plane [E, P * ceil(N/128), ceil(K/128)] or by channel [E, P * N, 1].
+    planes: P, 2 if gate and up are halves. Without scales both are bf16, with them e4m3.
     """
 
     x: Tensor
     w: Tensor
     x_scale: Tensor | None = None
     w_scale: Tensor | None = None
+    planes: int = 1
 
     @property
     def suffix(self) -> str:
@@ -51,46 +52,41 @@ class Operands(NamedTuple):
 
 
 def by_channel(w: Tensor, scale: Tensor) -> bool:
-    """Say whether each row of w [E, P, N, K] has its own scale; N is a multiple of 16, so blocks are fewer."""
-    return scale.shape[1] == w.shape[1] * w.shape[2]
-
-
-def split(w: Tensor, planes: int) -> Tensor:
-    """w: [E, K, P*N] -> [E, P, N, K], a view."""
-    return w.transpose(1, 2).view(len(w), planes, w.shape[2] // planes, w.shape[1])
+    """Say whether each column of w [E, K, N] has its own scale; N is a multiple of 16, so blocks are fewer."""
+    return scale.shape[1] == w.shape[2]
 
 
 def readable(w: Tensor, columns: bool = True) -> Tensor:
-    """w: [E, P, N, K] -> itself, or a copy if it is contiguous neither in K nor, where `columns` says so, in N."""
-    return w if w.stride(3) == 1 or (columns and w.stride(2) == 1) else w.contiguous()
+    """w: [E, K, N] -> itself, or a copy if it is contiguous neither in K nor, where `columns` says so, in N."""
+    return w if w.stride(1) == 1 or (columns and not by_k(w)) else w.mT.contiguous().mT
 
 
 def by_k(w: Tensor) -> bool:
-    """Say whether w [E, P, N, K] is contiguous in K; else it is in N."""
+    """Say whether w [E, K, N] is contiguous in K; else it is in N."""
     return w.stride(2) != 1
 
 
 def quantized(given: Operands, groups: Groups) -> Operands:
     """Quantize what has no scales yet. w: contiguous in K, or in N with one plane; then in K."""
-    x, w, x_scale, w_scale = given
+    x, w, x_scale, w_scale, planes = given
     if x_scale is None:
         x, x_scale = rows_by_group(x, groups, w.shape[0])
     if w_scale is None:
-        w, w_scale = _matrices(w)
-    return Operands(x, w, x_scale, w_scale)
+        w, w_scale = _matrices(w, planes)
+    return Operands(x, w, x_scale, w_scale, planes)
 
 
 def dequantized(given: Operands, groups: Groups) -> tuple[Tensor, Tensor]:
-    """Return x and w [E, K, P*N] as they are in bf16, and of e4m3 their values: in fp32, on GPUs in bf16."""
-    x, w, x_scale, w_scale = given
+    """Return x and w as they are in bf16, and of e4m3 their values: in fp32, on GPUs in bf16."""
+    x, w, x_scale, w_scale, planes = given
     if x_scale is None or w_scale is None:
-        return x, w.flatten(1, 2).transpose(1, 2)
+        return x, w
     of_rows = by_row(x_scale, groups, x, w.shape[0])
     rows = (dequantize_tokens if of_rows.shape[1] == 1 else dequantize_rows)(x, of_rows)
     matrices = dequantize_channels if by_channel(w, w_scale) else dequantize_blockwise
-    wide = matrices(w, w_scale, planes=w.shape[1]).view(w.shape)
+    wide = matrices(w.mT, w_scale, planes=planes).mT
     dtype = torch.bfloat16 if x.is_cuda else torch.float32
-    return rows.to(dtype), wide.to(dtype).flatten(1, 2).transpose(1, 2)
+    return rows.to(dtype), wide.to(dtype)
 
 
 def rows_by_group(
@@ -108,13 +104,13 @@ def rows_by_group(
     return kernels.quantize_rows(x, ends, num_places(len(x), num_experts))
 
 
-def _matrices(w: Tensor) -> tuple[Tensor, Tensor]:
-    """w: [E, P, N, K] -> e4m3, contiguous in K, and [E, P * ceil(N/128), ceil(K/128)]."""
-    if by_k(w) or w.shape[1] > 1:
-        w = readable(w, columns=False)
-        (q, scale), _ = quantize_weights(w, w.shape[1], E4M3_BLOCKS, None, False, None)
-        return q.view(w.shape), scale
+def _matrices(w: Tensor, planes: int) -> tuple[Tensor, Tensor]:
+    """w: [E, K, P*N] -> e4m3, contiguous in K, and [E, P * ceil(N/128), ceil(K/128)]."""
+    if by_k(w) or planes > 1:
+        w = readable(w, columns=False).mT
+        (q, scale), _ = quantize_weights(w, planes, E4M3_BLOCKS, None, False, None)
+        return q.mT, scale
     # Blocks of 128 x 128 are those of the transpose, too.
-    _, transposed = quantize_weights(w[:, 0].transpose(1, 2), 1, E4M3_BLOCKS, None, True, None)
+    _, transposed = quantize_weights(w, 1, E4M3_BLOCKS, None, True, None)
     assert transposed is not None
-    return transposed
+    return transposed[0][:, 0].mT, transposed[1]

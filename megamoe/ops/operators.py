@@ -32,6 +32,7 @@ from megamoe.jit.grouped import GroupedVariant
 from megamoe.launch.panels import TILE_COLUMNS
 from megamoe.ops import reference
 from megamoe.ops.arguments import Gemm, Outer
+from megamoe.ops.calls import new_empty
 from megamoe.ops.groups import Groups
 from megamoe.ops.machines import machine_of
 from megamoe.ops.operands import (
@@ -40,7 +41,6 @@ from megamoe.ops.operands import (
     quantized,
     readable,
     rows_by_group,
-    split,
 )
 from megamoe.ops.scales import num_places
 from megamoe.ops.tails import tails
@@ -106,8 +106,7 @@ def grouped_mm(
 ) -> Tensor:  # fmt: skip
     """x: [M, K], w: [E, K, N], contiguous in either, given e4m3 in K -> [M, N] bf16."""
     groups = Groups(offs, alignment)
-    w = readable(w.transpose(1, 2).unsqueeze(1))
-    given = Operands(_aligned(x), w, x_scale, w_scale)
+    given = Operands(_aligned(x), readable(w), x_scale, w_scale)
     return _activated(quantized(given, groups) if dynamic else given, groups, bias)[0]
 
 
@@ -120,7 +119,7 @@ def grouped_activation(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """x: [M, H], w: [E, H, P*I] -> h [M, I] bf16 or e4m3; gu [M, P*I]; h's scales by block. kind: "" is none."""
     groups, fused = Groups(offs, alignment), _fused(interleaved, kind, *numbers)
-    given = Operands(x, split(w, fused.planes), x_scale, w_scale)
+    given = Operands(x, w, x_scale, w_scale, fused.planes)
     given = quantized(given, groups) if dynamic else given
     return _told(*_activated(given, groups, bias, fused, saves, quantizes, row_scale))
 
@@ -133,7 +132,7 @@ def grouped_activation_gradient(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dy: [M, H], w: [E, H, I], contiguous in either, gu: [M, P*I] -> dgu [M, P*I], h [M, I], row_scale's [M]."""
     groups, fused = Groups(offs, alignment), _fused(interleaved, kind, *numbers)
-    given = Operands(_aligned(dy), split(w, 1), dy_scale, w_scale)
+    given = Operands(_aligned(dy), w, dy_scale, w_scale)
     given = quantized(given, groups) if dynamic else given
     variant = fused.variant("gradient", given, "-scales" * (row_scale is not None))
     machine = machine_of(dy.device, variant)
@@ -159,10 +158,10 @@ def grouped_mlp(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """x: [M, H], w_up: [E, H, P*I], w_down: [E, I, H] -> y [M, H], gu [M, P*I]. dynamic: h is e4m3."""
     groups, fused = Groups(offs, alignment), _fused(interleaved, kind, *numbers)
-    first = Operands(x, split(w_up, fused.planes))
+    first = Operands(x, w_up, planes=fused.planes)
     first = quantized(first, groups) if dynamic else first
     h, gu, scale = _activated(first, groups, b_up, fused, saves, dynamic, row_scale)
-    second = Operands(h, split(w_down, 1), scale if dynamic else None)
+    second = Operands(h, w_down, scale if dynamic else None)
     y, *_ = _activated(quantized(second, groups) if dynamic else second, groups, b_down)
     return y, x.new_empty(0) if gu is None else gu
 
@@ -211,13 +210,13 @@ def _activated(
     stage = "product" if fused.act is None else "saving" if saves else "activation"
     variant = fused.variant(stage, given, "-quantizes" * quantizes)
     machine = machine_of(given.x.device, variant)
-    width = given.w.shape[1] * given.w.shape[2]
-    h, gu, scale = _empty_hidden(given.x, width, len(given.w), fused, saves, quantizes)
+    num, _, width = given.w.shape
+    h, gu, scale = _empty_hidden(given.x, width, num, fused, saves, quantizes)
     if machine is None:
         call = *dequantized(given, groups), groups, bias, fused.act, row_scale, fused.interleaved
         wide, pre = reference.activation(*call)
         if quantizes:
-            h, scale = rows_by_group(wide, groups, given.w.shape[0])
+            h, scale = rows_by_group(wide, groups, num)
         return h if quantizes else wide.bfloat16(), pre.bfloat16() if saves else None, scale
     gemm = Gemm(given, groups, h, _fp32(bias), *fused[:2], gu, None, scale, row_scale)
     _run(machine, variant, gemm)
@@ -236,10 +235,10 @@ def _empty_hidden(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """width: of w's columns, P*I."""
     rows, of_h = len(x), width // fused.columns
-    h = x.new_empty(rows, of_h, dtype=E4M3 if quantizes else torch.bfloat16)
+    h = new_empty(x, rows, of_h, dtype=E4M3 if quantizes else torch.bfloat16)
     gu = _rows_like(x, width) if saves else None
     places = num_groups(of_h), num_places(rows, num)
-    return h, gu, x.new_empty(places, dtype=torch.float32) if quantizes else None
+    return h, gu, new_empty(x, *places, dtype=torch.float32) if quantizes else None
 
 
 def _told(h: Tensor, gu: Tensor | None, scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -263,7 +262,7 @@ def _empty_weights(
 
 
 def _rows_like(x: Tensor, width: int) -> Tensor:
-    return x.new_empty(x.shape[0], width, dtype=torch.bfloat16)
+    return new_empty(x, x.shape[0], width)
 
 
 def _aligned(rows: Tensor) -> Tensor:

@@ -78,6 +78,13 @@ int cuTensorMapEncodeTiled(void* out, int type, unsigned rank, void* base, const
     return ok;
 }
 
+int cuTensorMapReplaceAddress(void* map, void* base) {
+    if (stub_no_context) return invalid_context;
+    if (!base || (uint64_t)base % 16 || (uint64_t)map % 64) return invalid_value;
+    memcpy(map, &base, 8);
+    return ok;
+}
+
 int cuGetProcAddress_v2(const char* name, void** out, int version, uint64_t flags, int* status) {
     static void* self;
     if (!self) self = dlopen("libcuda.so.1", RTLD_LAZY);
