@@ -162,11 +162,14 @@ def dequantize_rows(q: Tensor, scale: Tensor) -> Tensor:
     return x
 
 
+def rows_grid(rows: int, columns: int) -> tuple[int, int, int]:
+    return -(-rows // 8), -(-columns // 1024), 1
+
+
 def _launch_rows(entry: str, x: Tensor, q: Tensor, scale: Tensor, **by_block: Any) -> None:
     if x.numel():
         args = _RowsArgs(x.data_ptr(), q.data_ptr(), scale.data_ptr(), *x.shape, **by_block)
-        groups = len(x) * -(-x.shape[1] // SCALE_GROUP)
-        _launch(entry, x.device, (-(-groups // 16), 1, 1), args)
+        _launch(entry, x.device, rows_grid(*x.shape), args)
 
 
 def sum_rows(rows: Tensor, places: Tensor, num: int) -> Tensor:

@@ -161,12 +161,12 @@ def test_nan_stays_where_it_is(kernel: Any) -> None:
     assert same_bits(q, clean[0])
 
 
-@pytest.mark.parametrize("shape", [(1, 128), (37, 272), (5, 8), (3, 1032)])
+@pytest.mark.parametrize("shape", [(1, 128), (37, 272), (5, 8), (3, 1032), (9, 2280)])
 def test_rows_have_the_bits_of_the_formula(kernel: Any, shape: tuple[int, ...]) -> None:
     x = weights(1, *shape)[0].clone()
     x[-1, -1] = torch.nan
     rows, columns = shape
-    grid = (ctypes.c_uint * 3)(-(-rows * -(-columns // 128) // 16), 1, 1)
+    grid = (ctypes.c_uint * 3)(*quantize.rows_grid(rows, columns))
     expected = list(quantize_rows(x.nan_to_num(0.0)))
     q = quantize_rows(x)[0].view(torch.uint8)[-1, -1]
 

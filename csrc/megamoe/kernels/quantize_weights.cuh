@@ -149,78 +149,95 @@ MEGAMOE_DEVICE void quantize_weights(const QuantizeWeightsArgs& args) {
     }
 }
 
-// Which eight columns of x a thread has; 16 threads have a group.
-struct GroupPlace {
-    int64_t group, at;  // index of its scale by row, and of the first column
-    int row, group_in_row;
-    bool is_inside;
+// Vectors of a thread that are in flight together: a warp has 8 groups of a row.
+constexpr int quantize_loads = 4;
+constexpr int quantize_lanes = scale_group / quantize_edge;  // that have a group
 
-    explicit MEGAMOE_DEVICE GroupPlace(const QuantizeRowsArgs& args) {
-        constexpr int lanes = scale_group / quantize_edge;
-        int thread = static_cast<int>(threadIdx.x), groups = ceil_div(args.columns, scale_group);
-        group = static_cast<int64_t>(blockIdx.x) * (quantize_threads / lanes) + thread / lanes;
-        row = static_cast<int>(group / groups);
-        group_in_row = static_cast<int>(group % groups);
-        int column = group_in_row * scale_group + thread % lanes * quantize_edge;
-        is_inside = row < args.rows && column < args.columns;
-        at = static_cast<int64_t>(row) * args.columns + column;
+// Which columns a lane has: a vector of each pair of groups. gridDim: ceil(M/8), ceil(H/1024)
+struct RowPlace {
+    int row, lane, first_column;
+    int64_t at;  // of the first column
+
+    explicit MEGAMOE_DEVICE RowPlace(const QuantizeRowsArgs& args) {
+        row = static_cast<int>(blockIdx.x) * (quantize_threads / 32) + arch::warp_idx();
+        lane = arch::lane_idx();
+        first_column = (static_cast<int>(blockIdx.y) * quantize_loads * 32 + lane) * quantize_edge;
+        at = static_cast<int64_t>(row) * args.columns + first_column;
     }
+    MEGAMOE_DEVICE static int offset(int i) { return i * 32 * quantize_edge; }
+    MEGAMOE_DEVICE int group(int i) const { return (first_column + offset(i)) / scale_group; }
 };
 
-// Which of the scales by block is that of a row, -1 of a row of no expert. For a whole warp, which has two
-// groups.
+// Which of the scales by block is that of a row, -1 of a row of no expert. For a whole warp.
 MEGAMOE_DEVICE int place_by_block(const QuantizeRowsArgs& args, int row) {
     SortedExperts experts{args.ends, args.num_experts, args.rows, args.alignment, scale_group};
-    int place = -1, rows[2] = {arch::shfl(row, 0), arch::shfl(row, 16)}, half = arch::lane_idx() / 16;
     MEGAMOE_UNROLL_BY(1)
-    for (int e0 = 0; e0 < args.num_experts && experts.end_before <= rows[1]; e0 += 32) {
+    for (int e0 = 0; e0 < args.num_experts && experts.end_before <= row; e0 += 32) {
         SortedExperts::Own own = experts.next(e0);
-        MEGAMOE_UNROLL
-        for (int i = 0; i < 2; ++i) {
-            int ended = arch::popc(arch::ballot(own.end <= rows[i]));
-            int mine = own.begin <= rows[i] ? own.first_block * scale_group + rows[i] - own.begin : -1;
-            int found = arch::shfl(mine, min_of(ended, 31));
-            if (ended < 32 && i == half) place = max_of(place, found);
-        }
+        int ended = arch::popc(arch::ballot(own.end <= row));
+        int mine = own.begin <= row ? own.first_block * scale_group + row - own.begin : -1;
+        int found = arch::shfl(mine, min_of(ended, 31));
+        if (ended < 32) return found;
     }
-    return place;
+    return -1;
 }
 
-// gridDim.x: ceil(M * ceil(H/128) / 16)
 MEGAMOE_DEVICE void quantize_rows(const QuantizeRowsArgs& args) {
-    GroupPlace place(args);
-    Bf16x8 v = place.is_inside
-                   ? *reinterpret_cast<const Bf16x8*>(static_cast<const uint16_t*>(args.x) + place.at)
-                   : Bf16x8{};
-    int by_block = args.places == 0 ? -1 : place_by_block(args, place.row);  // while v is on its way
-    E4m3Group group;
-    v.join(group);
-    group.join_lanes<scale_group / quantize_edge>();
-    if (!place.is_inside) return;
-    float inverse = group.inverse();
-    E4m3x8 out = {{v.quad(0, inverse), v.quad(1, inverse)}};
-    *reinterpret_cast<E4m3x8*>(static_cast<uint8_t*>(args.q) + place.at) = out;
-    if (threadIdx.x % (scale_group / quantize_edge) != 0) return;
-    if (args.places == 0) args.scale[place.group] = group.scale();
-    if (by_block >= 0)
-        args.scale[static_cast<int64_t>(place.group_in_row) * args.places + by_block] = group.scale();
+    RowPlace place(args);
+    if (place.row >= args.rows) return;
+    const auto* x = static_cast<const uint16_t*>(args.x) + place.at;
+    auto* q = static_cast<uint8_t*>(args.q) + place.at;
+    auto is_inside = [&](int i) { return place.first_column + RowPlace::offset(i) < args.columns; };
+    Bf16x8 v[quantize_loads];
+    MEGAMOE_UNROLL
+    for (int i = 0; i < quantize_loads; ++i)
+        v[i] = is_inside(i) ? *reinterpret_cast<const Bf16x8*>(x + RowPlace::offset(i)) : Bf16x8{};
+    int by_block = args.places == 0 ? 0 : place_by_block(args, place.row);  // while v is on its way
+    // A lane divides for one group of its half of the warp, the others take the quotient from there.
+    int mine = place.lane % quantize_lanes;
+    E4m3Group divided;
+    MEGAMOE_UNROLL
+    for (int i = 0; i < quantize_loads; ++i) {
+        E4m3Group group;
+        v[i].join(group);
+        group.join_lanes<quantize_lanes>();
+        if (mine == i) divided = group;
+    }
+    float inverse = divided.inverse();
+    MEGAMOE_UNROLL
+    for (int i = 0; i < quantize_loads; ++i) {
+        float of_group = arch::shfl(inverse, place.lane - mine + i);
+        E4m3x8 out = {{v[i].quad(0, of_group), v[i].quad(1, of_group)}};
+        if (is_inside(i)) *reinterpret_cast<E4m3x8*>(q + RowPlace::offset(i)) = out;
+    }
+    int groups = ceil_div(args.columns, scale_group), group = place.group(mine);
+    if (mine >= quantize_loads || group >= groups || by_block < 0) return;
+    int64_t at = static_cast<int64_t>(place.row) * groups + group;
+    if (args.places != 0) at = static_cast<int64_t>(group) * args.places + by_block;
+    args.scale[at] = divided.scale();
 }
 
 // Back to bf16, on the same grid.
 MEGAMOE_DEVICE void dequantize_rows(const QuantizeRowsArgs& args) {
-    GroupPlace place(args);
-    if (!place.is_inside) return;
-    E4m3x8 q = *reinterpret_cast<const E4m3x8*>(static_cast<const uint8_t*>(args.q) + place.at);
-    float scale = args.scale[place.group];
-    Bf16x8 out;
+    RowPlace place(args);
+    if (place.row >= args.rows) return;
+    const float* scales = args.scale + static_cast<int64_t>(place.row) * ceil_div(args.columns, scale_group);
     MEGAMOE_UNROLL
-    for (int i = 0; i < 2; ++i) {
-        float v[4];
-        arch::unpack_e4m3x4(q.quads[i], v);
-        out.pairs[2 * i] = arch::pack_bf16x2(v[0] * scale, v[1] * scale);
-        out.pairs[2 * i + 1] = arch::pack_bf16x2(v[2] * scale, v[3] * scale);
+    for (int n = 0; n < quantize_loads; ++n) {
+        if (place.first_column + RowPlace::offset(n) >= args.columns) return;
+        int64_t at = place.at + RowPlace::offset(n);
+        E4m3x8 q = *reinterpret_cast<const E4m3x8*>(static_cast<const uint8_t*>(args.q) + at);
+        float scale = scales[place.group(n)];
+        Bf16x8 out;
+        MEGAMOE_UNROLL
+        for (int i = 0; i < 2; ++i) {
+            float v[4];
+            arch::unpack_e4m3x4(q.quads[i], v);
+            out.pairs[2 * i] = arch::pack_bf16x2(v[0] * scale, v[1] * scale);
+            out.pairs[2 * i + 1] = arch::pack_bf16x2(v[2] * scale, v[3] * scale);
+        }
+        *reinterpret_cast<Bf16x8*>(static_cast<uint16_t*>(args.x) + at) = out;
     }
-    *reinterpret_cast<Bf16x8*>(static_cast<uint16_t*>(args.x) + place.at) = out;
 }
 
 // gridDim: E, ceil(N/256), 2. A warp has a row, a lane 8 columns.
