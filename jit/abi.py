@@ -190,6 +190,11 @@ def aligned(structure: Any) -> Any:
     return structure.from_buffer(buffer, -start % structure.alignment)
 
 
+def pointer(owner: Any, offset: int) -> Any:
+    """Return the pointer at an offset of a structure, as a number."""
+    return ctypes.c_uint64.from_address(ctypes.addressof(owner) + offset)
+
+
 def fault_fields(record: Any) -> dict[str, Any]:
     """Return a FaultRecord as a dict, edge and role by name; what errors.fault_to_error takes."""
     fields = {name: int(getattr(record, name)) for name in field_names(FaultRecord)}

@@ -18,6 +18,7 @@ from megamoe.jit.cubin import read_u32
 from megamoe.jit.driver import check, device_attribute, use_device
 from megamoe.jit.grouped import GroupedVariant
 from megamoe.jit.source import Variant
+from megamoe.jit.tensormap import replace_address
 
 _SUCCESS = driver.CUresult.CUDA_SUCCESS
 
@@ -120,6 +121,34 @@ class Launcher:
             if use_device(self.kernel.device):  # a new thread: the launch had no context
                 result = self._launch()
             check(result)
+
+
+class Block:
+    """A launcher with an argument of its own; a launch writes the addresses that changed, and nothing else.
+
+    places: (which address, field, None) of pointers; of tensor maps not None, but what has its base as `base`.
+    """
+
+    def __init__(self, launcher: Launcher, places: Sequence[Any], num: int) -> None:
+        self.launcher, self._addresses = launcher, [-1] * num
+        self._none = self._addresses
+        of = [[p for p in places if p[0] == i] for i in range(num)]
+        self._pointers = [[field for _, field, map_ in here if map_ is None] for here in of]
+        self._maps = [
+            [(ctypes.addressof(field), map_.base) for _, field, map_ in here if map_] for here in of
+        ]
+
+    def launch(self, addresses: list[int], stream: int) -> None:
+        """Launch with these addresses."""
+        before, self._addresses = self._addresses, self._none  # until all are there
+        for i, base in enumerate(addresses):
+            if base != before[i]:
+                for pointer in self._pointers[i]:
+                    pointer.value = base
+                for place, offset in self._maps[i]:
+                    replace_address(place, base + offset, self.launcher.kernel.device)
+        self._addresses = addresses
+        self.launcher.launch(stream)
 
 
 _loaded: dict[tuple[Variant | GroupedVariant, int], Kernel] = {}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -19,7 +20,8 @@ from megamoe.core.table import E4M3_BLOCKS, SCALE_GROUP
 from megamoe.formats.quantization import new_transposes, stored_shape
 from megamoe.jit import abi
 from megamoe.jit.compiler import CompileResult, compile_source
-from megamoe.jit.module import Kernel, Launcher
+from megamoe.jit.module import Block, Kernel, Launcher
+from megamoe.jit.recording import launched, made, recording
 from megamoe.jit.source import (
     COPY_TAILS_ENTRY,
     DEQUANTIZE_ROWS_ENTRY,
@@ -59,6 +61,18 @@ def _launch(entry: str, device: torch.device, grid: tuple[int, int, int], args: 
         launcher = _launcher(torch.cuda.current_device(), entry, grid, args.__class__)
         ctypes.pointer(launcher.argument)[0] = args
         launcher.launch(torch._C._cuda_getCurrentRawStream(launcher.kernel.device))
+    if recording.plans:
+        pointers = [abi.pointer(args, at) for at in _pointer_offsets(args.__class__)]
+        places = [(i, field, None) for i, field in enumerate(pointers)]
+        own = Launcher(launcher.kernel, grid, args, cooperative=False)
+        launched(Block(own, places, len(places)), [field.value for field in pointers])
+
+
+def _pointer_offsets(structure: Any) -> Iterator[int]:
+    for name, of in structure._fields_:
+        if of is ctypes.c_void_p or getattr(of, "_type_", None) is ctypes.c_void_p:
+            first = getattr(structure, name).offset
+            yield from range(first, first + ctypes.sizeof(of), 8)
 
 
 Pair = tuple[Tensor, Tensor]
@@ -90,9 +104,9 @@ def quantize_weights(
     if out is None:
         scales = num, planes * -(-(height // planes) // 128), -(-columns // 128)
         q = torch.empty((num, height, columns), dtype=E4M3_BLOCKS.dtype, device=w.device)
-        out = q, torch.empty(scales, dtype=torch.float32, device=w.device)
+        out = made(q), made(torch.empty(scales, dtype=torch.float32, device=w.device))
     if transposed and transposed_out is None:
-        transposed_out = new_transposes(*out, planes)
+        transposed_out = tuple(map(made, new_transposes(*out, planes)))
     transposed_out = transposed_out if transposed else None
     _launch_weights(_ENTRIES[w.dtype], w, planes, out, transposed_out)
     return out, transposed_out
@@ -127,12 +141,12 @@ def quantize_rows(x: Tensor, ends: Ends | None = None, places: int = 0) -> Pair:
     Runs on the current stream; the same bits as quantization.quantize_rows.
     """
     groups = -(-x.shape[1] // SCALE_GROUP)
-    q = torch.empty(x.shape, dtype=E4M3_BLOCKS.dtype, device=x.device)
+    q = made(torch.empty(x.shape, dtype=E4M3_BLOCKS.dtype, device=x.device))
     if ends is None:
-        scale = torch.empty((len(x), groups), dtype=torch.float32, device=x.device)
+        scale = made(torch.empty((len(x), groups), dtype=torch.float32, device=x.device))
         _launch_rows(QUANTIZE_ROWS_ENTRY, x, q, scale)
         return q, scale
-    scale = torch.zeros((groups, places), dtype=torch.float32, device=x.device)
+    scale = made(torch.zeros((groups, places), dtype=torch.float32, device=x.device), zeros=True)
     by_block: Any = {"places": places, "num_experts": ends[1], "alignment": ends[2]}
     by_block["ends"] = None if ends[0] is None else ends[0].data_ptr()
     _launch_rows(QUANTIZE_ROWS_ENTRY, x, q, scale, **by_block)
@@ -142,7 +156,7 @@ def quantize_rows(x: Tensor, ends: Ends | None = None, places: int = 0) -> Pair:
 def copy_tails(a: Tensor, b: Tensor, ends: Ends) -> Pair:
     """a: [M, N1], b: [M, N2] bf16 on CUDA, as TMA takes them -> as megamoe/ops/tails.py has them. Current stream."""
     offs, num, alignment = ends
-    out = a.new_empty(num * 64, a.shape[1]), b.new_empty(num * 64, b.shape[1])
+    out = tuple(made(t.new_empty(num * 64, t.shape[1])) for t in (a, b))
     args = _TailsArgs(rows=len(a), alignment=alignment)
     args.ends = None if offs is None else offs.data_ptr()
     for i, (t, copy) in enumerate(zip((a, b), out, strict=True)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -48,6 +49,7 @@ current_stream_handle: Callable[[int], int] = getattr(torch._C, "_cuda_getCurren
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)
 
 
+@cache
 def allocator(on_gpu: bool) -> Callable[..., Tensor]:
     """Return (shape, strides, dtype) -> uninitialized tensor on the current device.
 

@@ -11,7 +11,6 @@ memory before the tensor.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -21,6 +20,7 @@ from torch import Tensor
 from megamoe.core.config import Activation
 from megamoe.core.errors import ArgumentError
 from megamoe.core.planes import STRIDE_BYTES, map_strides
+from megamoe.jit import abi
 from megamoe.launch.table import HALF, ROWS, Encoder, Map, box, set_map
 from megamoe.ops.groups import Groups
 from megamoe.ops.operands import Operands, by_k
@@ -98,7 +98,7 @@ class Gemm:
         for i, (tensor, t) in enumerate(((2, self.out), (3, gu) if h is None else (4, h))):
             if t is not None:
                 own.cleared_row_bytes[i] = t.shape[1] * t.element_size()
-                places.append(Place(tensor, _pointer(own.cleared, 8 * i)))
+                places.append(Place(tensor, abi.pointer(own.cleared, 8 * i)))
         return places
 
 
@@ -153,11 +153,7 @@ def _maps(tensor: int, fields: Any, maps: Sequence[Map]) -> list[Place]:
 def _pointers(first: int, owner: Any, *names: str) -> list[Place]:
     """Return the places of members, of one tensor after the other."""
     members = enumerate(getattr(type(owner), name).offset for name in names)
-    return [Place(first + i, _pointer(owner, offset)) for i, offset in members]
-
-
-def _pointer(owner: Any, offset: int) -> Any:
-    return ctypes.c_uint64.from_address(ctypes.addressof(owner) + offset)
+    return [Place(first + i, abi.pointer(owner, offset)) for i, offset in members]
 
 
 def write(places: Sequence[Place], addresses: Sequence[int], encode: Encoder) -> None:

@@ -350,9 +350,9 @@ def _product(
         return operators.grouped_mm(given.x, given.w, *others, *of)
     if given.w.shape[2] % 16:
         checks.refuse("mat_b.shape", list(given.w.shape), "N a multiple of 16, to quantize")
-    call: Any = given.x, given.w, *others, "", [], False, False, *of, True
+    call: Any = given.x, given.w, *others, "", (), False, False, *of, True
     return operators.grouped_activation(*call)[::2]
 
 
-def _numbers(act: Activation) -> list[float]:
-    return [act.alpha, act.limit, act.up_offset]
+def _numbers(act: Activation) -> tuple[float, ...]:
+    return act.alpha, act.limit, act.up_offset

@@ -159,7 +159,7 @@ def _differentiate(name: str, gradients: Callable[..., Found]) -> None:
 
 def _register(name: str, backward: Callable[..., Any], setup: Callable[..., None]) -> None:
     """Register them in graphs and, as an autograd function past the dispatcher, of eager calls."""
-    run = getattr(operators, name).__wrapped__
+    run = getattr(operators, name).planned
     torch.library.register_autograd(f"megamoe::{name}", backward, setup_context=setup)
 
     def forward(ctx: Any, *args: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,14 +17,15 @@ from megamoe.core import env
 from megamoe.core.errors import ArgumentError
 from megamoe.jit import abi
 from megamoe.jit.grouped import GroupedVariant
+from megamoe.jit.recording import launched
 from megamoe.launch.launches import (
     current_stream_handle,
     launch_lock,
     on_device,
     refuse_capture,
 )
-from megamoe.ops import calls
-from megamoe.ops.arguments import Gemm, Outer, Place, addresses_of, write
+from megamoe.ops.arguments import Gemm, Outer, addresses_of, write
+from megamoe.ops.calls import margins
 
 logger = logging.getLogger("megamoe")
 MAX_KEPT = 4096  # arguments, of 2 KB
@@ -44,47 +44,20 @@ def sm_margin(num_sms: int) -> Iterator[None]:
     """
     if type(num_sms) is not int or num_sms < 0:
         raise ArgumentError("num_sms", repr(num_sms), "an int, 0 or more")
-    calls.margins.append(num_sms)
+    margins.append(num_sms)
     try:
         yield
     finally:
-        calls.margins.pop()
+        margins.pop()
 
 
 def _grid(num_sms: int) -> int:
     """Return the CTAs of a launch on so many SMs."""
-    margin = calls.margins[-1] if calls.margins else _reserved() or 0
+    margin = margins[-1] if margins else _reserved() or 0
     return max(num_sms - margin, PAIR_CTAS) // PAIR_CTAS * PAIR_CTAS
 
 
 _reserved = cache(env.reserve_sms)
-
-
-class _Kept:
-    """An argument block, with a launcher that reads it and the addresses that are in it, at first none.
-
-    replace: tensormap.replace_address.
-    """
-
-    def __init__(self, launcher: Any, replace: Any, places: list[Place], num: int) -> None:
-        self.launcher, self._replace = launcher, replace
-        self._addresses = self._none = [-1] * num
-        of = [[p for p in places if p.tensor == tensor] for tensor in range(num)]
-        self._pointers = [[p.field for p in here if p.map is None] for here in of]
-        self._maps = [
-            [(ctypes.addressof(p.field), p.map.base) for p in here if p.map] for here in of
-        ]
-
-    def move(self, addresses: list[int]) -> None:
-        """Put these addresses into the block where others are."""
-        before, self._addresses = self._addresses, self._none  # until all are there
-        for i, base in enumerate(addresses):
-            if base != before[i]:
-                for pointer in self._pointers[i]:
-                    pointer.value = base
-                for place, offset in self._maps[i]:
-                    self._replace(place, base + offset, self.launcher.kernel.device)
-        self._addresses = addresses
 
 
 class Gpu:
@@ -96,7 +69,7 @@ class Gpu:
     def __init__(self, ordinal: int) -> None:
         self._ordinal, self._device = ordinal, torch.device("cuda", ordinal)
         self._kernels: dict[GroupedVariant, Any] = {}
-        self._kept: dict[Any, _Kept] = {}
+        self._kept: dict[Any, Any] = {}
 
     def run(self, variant: GroupedVariant, launch: Gemm | Outer) -> None:
         """Launch one kernel. The first launch of a variant loads it and cannot be captured."""
@@ -106,16 +79,14 @@ class Gpu:
         with launch_lock, on_device(self._device):
             grid = _grid(self._num_sms)
             key = variant, grid, launch.options(), *geometry, *others
-            kept = self._kept.get(key)
-            if kept is None:
-                kept = self._fill(variant, grid, launch)
+            block = self._kept.get(key)
+            if block is None:
+                block = self._fill(variant, grid, launch)
                 if len(self._kept) == MAX_KEPT:
                     self._kept.clear()
-                self._kept[key] = kept
-            kept.move(addresses)
-            kept.launcher.launch(current_stream_handle(self._ordinal))
-        if calls.call.plan is not None:
-            calls.call.plan.launched(self._device, kept, tensors)
+                self._kept[key] = block
+            block.launch(addresses, current_stream_handle(self._ordinal))
+        launched(block, addresses)
 
     @cached_property
     def _num_sms(self) -> int:
@@ -123,10 +94,10 @@ class Gpu:
 
         return device_attribute(self._ordinal, "MULTIPROCESSOR_COUNT")
 
-    def _fill(self, variant: GroupedVariant, grid: int, launch: Gemm | Outer) -> _Kept:
+    def _fill(self, variant: GroupedVariant, grid: int, launch: Gemm | Outer) -> Any:
         from megamoe.jit.driver import use_device
-        from megamoe.jit.module import Launcher, load_kernel
-        from megamoe.jit.tensormap import encode, replace_address
+        from megamoe.jit.module import Block, Launcher, load_kernel
+        from megamoe.jit.tensormap import encode
 
         if variant not in self._kernels:
             refuse_capture(f"run {variant} once before CUDA graph capture")
@@ -135,8 +106,7 @@ class Gpu:
         args = abi.aligned(abi.LAUNCHES[variant.launch])
         num, places = len(launch.tensors()), launch.fill(args)
         write(places, [ANYWHERE] * num, encode)
-        launcher = Launcher(self._kernels[variant], grid, args, cooperative=False)
-        return _Kept(launcher, replace_address, places, num)
+        return Block(Launcher(self._kernels[variant], grid, args, cooperative=False), places, num)
 
 
 class Fibers:

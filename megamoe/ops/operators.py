@@ -29,10 +29,11 @@ from megamoe.core.planes import IN_MEMORY, STRIDE_BYTES
 from megamoe.core.transforms import records, watched
 from megamoe.formats.quantization import E4M3, num_groups
 from megamoe.jit.grouped import GroupedVariant
+from megamoe.jit.recording import made
 from megamoe.launch.panels import TILE_COLUMNS
 from megamoe.ops import reference
 from megamoe.ops.arguments import Gemm, Outer
-from megamoe.ops.calls import new_empty
+from megamoe.ops.calls import repeats
 from megamoe.ops.groups import Groups
 from megamoe.ops.machines import machine_of
 from megamoe.ops.operands import (
@@ -86,16 +87,18 @@ def _op(run: Callable[..., Any]) -> Any:
         if torch.compiler.is_compiling() or watched() or torch._C._get_tracing_state():
             return custom(*args)
         tensors = [t for t in args if isinstance(t, Tensor)]
-        if not all(type(t) in IN_MEMORY for t in tensors):
+        if not frozenset(IN_MEMORY).issuperset(map(type, tensors)):
             return custom(*args)
         if name in recorded and records(tensors):
             return recorded[name].apply(*args, *defaults[len(args) - len(names) + len(defaults) :])
         if not written:
-            return run(*args)
+            return planned(*args)
         with torch.no_grad():
             torch.autograd.graph.increment_version(args[-1])
-            return run(*args)
+            return planned(*args)
 
+    marked: Any = call
+    marked.planned = planned = repeats(run)
     return call
 
 
@@ -163,7 +166,7 @@ def grouped_mlp(
     h, gu, scale = _activated(first, groups, b_up, fused, saves, dynamic, row_scale)
     second = Operands(h, w_down, scale if dynamic else None)
     y, *_ = _activated(quantized(second, groups) if dynamic else second, groups, b_down)
-    return y, x.new_empty(0) if gu is None else gu
+    return y, _empty(x, 0) if gu is None else gu
 
 
 @_op
@@ -235,34 +238,38 @@ def _empty_hidden(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """width: of w's columns, P*I."""
     rows, of_h = len(x), width // fused.columns
-    h = new_empty(x, rows, of_h, dtype=E4M3 if quantizes else torch.bfloat16)
+    h = _empty(x, rows, of_h, dtype=E4M3 if quantizes else torch.bfloat16)
     gu = _rows_like(x, width) if saves else None
     places = num_groups(of_h), num_places(rows, num)
-    return h, gu, new_empty(x, *places, dtype=torch.float32) if quantizes else None
+    return h, gu, _empty(x, *places, dtype=torch.float32) if quantizes else None
 
 
 def _told(h: Tensor, gu: Tensor | None, scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Make what was not requested empty, as the operator's schema has no optional results."""
-    gu = h.new_empty(0, dtype=torch.bfloat16) if gu is None else gu
-    return h, gu, h.new_empty(0, dtype=torch.float32) if scale is None else scale
+    gu = _empty(h, 0) if gu is None else gu
+    return h, gu, _empty(h, 0, dtype=torch.float32) if scale is None else scale
 
 
 def _empty_gradients(
     gu: Tensor, w: Tensor, row_scale: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    rows = gu.new_empty(0 if row_scale is None else len(gu), dtype=torch.float32)
+    rows = _empty(gu, 0 if row_scale is None else len(gu), dtype=torch.float32)
     return _rows_like(gu, gu.shape[1]), _rows_like(gu, w.shape[2]), rows
 
 
 def _empty_weights(
     a: Tensor, b: Tensor, num_experts: int, fp32: bool, sums: bool
 ) -> tuple[Tensor, Tensor]:
-    out = a.new_empty(num_experts, a.shape[1], b.shape[1], dtype=torch.float32 if fp32 else a.dtype)
-    return out, a.new_empty((num_experts, a.shape[1]) if sums else (0,), dtype=torch.float32)
+    out = _empty(a, num_experts, a.shape[1], b.shape[1], dtype=torch.float32 if fp32 else a.dtype)
+    return out, _empty(a, *((num_experts, a.shape[1]) if sums else (0,)), dtype=torch.float32)
+
+
+def _empty(like: Tensor, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return made(like.new_empty(*shape, dtype=dtype))
 
 
 def _rows_like(x: Tensor, width: int) -> Tensor:
-    return new_empty(x, x.shape[0], width)
+    return _empty(x, x.shape[0], width)
 
 
 def _aligned(rows: Tensor) -> Tensor:

@@ -96,7 +96,7 @@ def test_a_steady_operator_takes_few_calls(gpu):
     }
     held = []
     for name, (most, call) in budgets.items():
-        calls._validated.clear()
+        calls._validated.clear(), calls._plans.clear()
         gpu._kept.clear()
         before, first = driver_stub.launched(), counted(lambda call=call: call(x))
         launches = driver_stub.launched() - before
@@ -125,7 +125,7 @@ def test_a_step_fills_no_argument_twice(gpu):
         assert sum(n for code, n in counted(step).items() if code.endswith(":fill")) == 6
         found = counted(step)
     assert not any("fill" in code for code in found), found
-    assert 10 < sum(found.values()) <= 420, (sum(found.values()), found)
+    assert 10 < sum(found.values()) <= 240, (sum(found.values()), found)
 
 
 def test_kept_arguments_are_those_of_their_tensors(gpu):
@@ -155,9 +155,10 @@ def test_a_call_is_repeated_only_where_it_is_the_same(gpu):
     bias = torch.zeros(EXPERTS, 2 * WIDTH)
 
     def plans():
-        return [plan.complete for plan in calls._validated.values() if plan is not None]
+        of = ops.grouped_mm.__wrapped__, ops.grouped_mm_dact.__wrapped__
+        return [plan.complete for key, plan in calls._plans.items() if key[0] in of]
 
-    calls._validated.clear()
+    calls._validated.clear(), calls._plans.clear()
     for b, grad in ((bias, False), (bias.bfloat16(), False), (None, True)):
         for _ in range(2):
             ops.grouped_mm(x.clone().requires_grad_(grad), up.mT, offs=offs, bias=b)
