@@ -6,7 +6,6 @@ Sources: csrc/megamoe/kernels/quantize_weights.cuh and sum_rows.cuh.
 from __future__ import annotations
 
 import ctypes
-import threading
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
@@ -21,7 +20,7 @@ from megamoe.formats.quantization import new_transposes, stored_shape
 from megamoe.jit import abi
 from megamoe.jit.compiler import CompileResult, compile_source
 from megamoe.jit.module import Block, Kernel, Launcher
-from megamoe.jit.recording import launched, made, recording
+from megamoe.jit.recording import launch, made
 from megamoe.jit.source import (
     COPY_TAILS_ENTRY,
     DEQUANTIZE_ROWS_ENTRY,
@@ -51,21 +50,17 @@ def _kernel(device: int, entry: str) -> Kernel:
     return Kernel(compile_quantize().cubin, entry, device)
 
 
-@lru_cache(maxsize=256)
-def _launcher(device: int, entry: str, grid: tuple[int, int, int], args: Any) -> Launcher:
-    return Launcher(_kernel(device, entry), grid, args(), cooperative=False)
-
-
 def _launch(entry: str, device: torch.device, grid: tuple[int, int, int], args: Any) -> None:
-    with _launching, torch.cuda.device(device):
-        launcher = _launcher(torch.cuda.current_device(), entry, grid, args.__class__)
-        ctypes.pointer(launcher.argument)[0] = args
-        launcher.launch(torch._C._cuda_getCurrentRawStream(launcher.kernel.device))
-    if recording.plans:
-        pointers = [abi.pointer(args, at) for at in _pointer_offsets(args.__class__)]
+    pointers = [abi.pointer(args, at) for at in _pointer_offsets(args.__class__)]
+
+    def fill() -> Block:
+        kernel = _kernel(torch.cuda.current_device(), entry)
         places = [(i, field, None) for i, field in enumerate(pointers)]
-        own = Launcher(launcher.kernel, grid, args, cooperative=False)
-        launched(Block(own, places, len(places)), [field.value for field in pointers])
+        return Block(Launcher(kernel, grid, args, cooperative=False), places, len(places))
+
+    with torch.cuda.device(device):
+        stream = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
+        launch(fill, [field.value for field in pointers], stream)
 
 
 def _pointer_offsets(structure: Any) -> Iterator[int]:
@@ -79,7 +74,6 @@ Pair = tuple[Tensor, Tensor]
 Ends = tuple[
     Tensor | None, int, int
 ]  # of each expert's rows, their number, the alignment of experts
-_launching = threading.Lock()
 _ENTRIES = {torch.bfloat16: QUANTIZE_ENTRY, torch.float32: QUANTIZE_FP32_ENTRY}
 
 

@@ -1,15 +1,19 @@
-"""Let others see what a thread allocates and launches: megamoe/ops/calls.py repeats it."""
+"""Launch kernels so that others see what a thread allocates and launches: megamoe/ops/calls.py repeats it."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor
 
 
 class _Recording(threading.local):
+    """What this thread does. blocks: module.Block of each launch to come, if it repeats an earlier call."""
+
     plans: tuple[Any, ...] = ()
+    blocks: Iterator[Any] = iter(())
 
 
 recording = _Recording()
@@ -22,7 +26,9 @@ def made(t: Tensor, zeros: bool = False) -> Tensor:
     return t
 
 
-def launched(block: Any, addresses: list[int]) -> None:
-    """Tell of a launch. block: module.Block, with these addresses."""
+def launch(fill: Callable[[], Any], addresses: list[int], stream: int) -> None:
+    """Launch a module.Block, by default the one that fill() returns, with these addresses."""
+    block = next(recording.blocks, None) or fill()
+    block.launch(addresses, stream)
     for plan in recording.plans:
         plan.launched(block, addresses)

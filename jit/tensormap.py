@@ -14,19 +14,10 @@ from megamoe.jit.driver import check, use_device
 _TYPES = {1: "UINT8", 2: "BFLOAT16", 4: "FLOAT32"}  # e4m3 is moved as bytes
 
 
-@lru_cache(maxsize=2)
-def _driver_call(name: str, *types: Any) -> Any:
-    """Return a function of the driver by ctypes: cuda-python's own does not align a map to 64 bytes."""
-    call = getattr(ctypes.CDLL("libcuda.so.1"), name)
-    call.restype, call.argtypes = ctypes.c_int, types
-    return call
-
-
-_Place = ctypes.c_void_p
-_ENCODE = (
-    *("cuTensorMapEncodeTiled", _Place, ctypes.c_int, ctypes.c_uint32),
-    *([_Place] * 5 + [ctypes.c_int] * 4),
-)
+@lru_cache(maxsize=1)
+def _driver() -> Any:
+    """Return the driver for ctypes: cuda-python's own functions do not align maps to 64 bytes."""
+    return ctypes.CDLL("libcuda.so.1")
 
 
 @lru_cache(maxsize=4096)
@@ -43,18 +34,18 @@ def encode(
     """
     tensor_map = abi.aligned(abi.TensorMap)
     before, behind = _geometry(dims, strides_bytes, box, element_bytes)
-    status = _driver_call(*_ENCODE)(ctypes.addressof(tensor_map), *before, base, *behind)
-    if status:
-        check((driver.CUresult(status),))
+    place = ctypes.c_void_p(ctypes.addressof(tensor_map))
+    status = _driver().cuTensorMapEncodeTiled(place, *before, ctypes.c_void_p(base), *behind)
+    check((driver.CUresult(status),))
     return bytes(tensor_map)
 
 
 def replace_address(tensor_map: int, base: int, device: int) -> None:
     """Let the map at an address be of memory elsewhere."""
-    replace = _driver_call("cuTensorMapReplaceAddress", _Place, _Place)
-    status = replace(tensor_map, base)
+    given = ctypes.c_void_p(tensor_map), ctypes.c_void_p(base)
+    status = _driver().cuTensorMapReplaceAddress(*given)
     if status and use_device(device):  # a new thread: it had no context
-        status = replace(tensor_map, base)
+        status = _driver().cuTensorMapReplaceAddress(*given)
     if status:
         check((driver.CUresult(status),))
 

@@ -56,18 +56,12 @@ class Gemm:
     row_scale: Tensor | None = None
     d_scale: Tensor | None = None
 
-    num_mapped = 5  # of tensors(); of the others fill() reads addresses alone
+    num_mapped = 5  # of tensors(): have maps
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         (x, w, *scales, _), offs = self.operands, self.groups.offs
         of = *scales, self.bias, self.out_scale, offs, self.row_scale, self.d_scale
         return x, w, self.out, self.gu, self.h, *of
-
-    def options(self) -> tuple[Any, ...]:
-        """Return what else fill() reads."""
-        act = self.activation
-        numbers = () if act is None else (act.alpha, act.limit, act.up_offset)
-        return self.groups.alignment, *numbers
 
     def fill(self, args: Any) -> list[Place]:
         """Fill a zeroed `abi.LAUNCHES["grouped"]` but for addresses; return their places."""
@@ -122,10 +116,6 @@ class Outer:
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         return self.a, self.b, *self.tails, self.out, self.groups.offs, self.sums
-
-    def options(self) -> tuple[Any, ...]:
-        """Return what else fill() reads."""
-        return self.groups.alignment, self.accumulate
 
     def fill(self, args: Any) -> list[Place]:
         """Fill a zeroed `abi.LAUNCHES["grouped_weights"]` but for addresses; return their places."""

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from megamoe.core.planes import IN_MEMORY, STRIDE_BYTES, SUSPECT_BELOW
 from megamoe.core.transforms import records, watched
-from megamoe.jit.recording import launched, made, recording
+from megamoe.jit.recording import made, recording
 from megamoe.launch.launches import allocator, current_stream_handle, launch_lock, on_device
 
 F = TypeVar("F", bound=Callable[..., Any])
-MAX_KNOWN = 4096  # calls
+MAX_KNOWN = 2048  # calls, whose argument blocks have 2 KB each
 margins: list[int] = []  # SMs that machines.sm_margin() leaves
 
 
@@ -24,21 +24,23 @@ class Plan:
     """What a call did: it allocated memory and launched kernels.
 
     It is complete if each address of a launch was one argument's or in memory that recording.made() saw, and results
-    are such memory. Torch's own operations leave results elsewhere, so a call that needs some has no complete plan.
+    are such memory. Torch's own operations leave results elsewhere: a call that needs some has no complete plan, and
+    repeats its argument blocks alone.
     """
 
     def __init__(self, given: tuple[Any, ...]) -> None:
         self._given = [t.data_ptr() if isinstance(t, Tensor) else None for t in given]
         self._live: list[Tensor] = []  # while it is recorded
-        self._others: list[None] = []
-        self._made: list[tuple[Any, ...]] = []
+        self._others: list[None] = []  # their places
+        self._made: list[tuple[int, tuple[Any, ...]]] = []
         self._launches: list[tuple[Any, list[tuple[int, int] | None]]] = []
-        self._results: list[int] | None = []
+        self._results: list[int] | None = None
         self._device, self._is_one, self.complete = torch.device("cpu"), False, True
 
     def allocated(self, t: Tensor, zeros: bool) -> None:
+        of = tuple(t.shape), t.stride(), t.dtype, zeros
+        self._made.append((len(self._given) + len(self._live), of))
         self._live.append(t)
-        self._made.append((tuple(t.shape), t.stride(), t.dtype, zeros))
 
     def launched(self, block: Any, addresses: list[int]) -> None:
         self._device = torch.device("cuda", block.launcher.kernel.device)
@@ -53,23 +55,32 @@ class Plan:
         self.complete &= len(found) == 1
         return found[0] if found else (0, 0)
 
-    def end(self, found: Any) -> None:
-        """found: what the call returned."""
-        self._is_one = isinstance(found, Tensor)
+    def record(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Call a function and see what it does."""
+        plans, recording.plans = recording.plans, (*recording.plans, self)
+        try:
+            found = function(*args, **options)
+        finally:
+            recording.plans = plans
+        self._is_one, first = isinstance(found, Tensor), len(self._given)
         results = [found] if self._is_one else found or ()
-        places = [i for t in results for i, other in enumerate(self._live) if other is t]
+        places = [i for t in results for i, other in enumerate(self._live, first) if other is t]
         self.complete &= len(places) == len(results) and bool(self._launches)
-        first = len(self._given)
-        self._results = None if found is None else [first + i for i in places]
-        used = {first + i for i in places} | {p[0] for _, of in self._launches for p in of if p}
-        self._made = [(i, of) for i, of in enumerate(self._made, first) if i in used]
+        self._results = None if found is None else places
+        used = {*places, *(p[0] for _, of in self._launches for p in of if p)}
+        self._made = [(i, of) for i, of in self._made if i in used]
         self._live, self._others = [], [None] * len(self._live)
+        return found
 
-    def repeat(self, given: tuple[Any, ...]) -> Any:
+    def repeat(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """Do it again with other arguments of the same geometry."""
+        if not self.complete:
+            recording.blocks = iter([block for block, _ in self._launches])
+            return function(*args, **options)
         device = self._device
         with launch_lock, on_device(device):
-            tensors, new = [*given, *self._others], allocator(device.type == "cuda")
+            tensors: list[Any] = [*args, *options.values(), *self._others]
+            new = allocator(device.type == "cuda")
             for i, (shape, strides, dtype, zeros) in self._made:
                 tensors[i] = t = new(shape, strides, dtype)
                 if zeros:
@@ -79,8 +90,8 @@ class Plan:
             for block, places in self._launches:
                 of = [0 if p is None else tensors[p[0]].data_ptr() + p[1] for p in places]
                 block.launch(of, current_stream_handle(device.index))
-                if recording.plans:
-                    launched(block, of)
+                for plan in recording.plans:
+                    plan.launched(block, of)
         if self._results is None:
             return None
         results = [tensors[i] for i in self._results]
@@ -93,80 +104,60 @@ class _Call(threading.local):
     known = False
 
 
-call, _validated, _plans = _Call(), set[Any](), dict[Any, Plan]()
+call, _plans = _Call(), dict[Any, Plan | None]()  # None: calls that recorded gradients
 
 
-def repeats(function: F) -> F:
-    """Repeat calls of a function, which records no gradients, by their plans."""
-
-    @wraps(function)
-    def run(*args: Any) -> Any:
-        of = [_facts(value) if isinstance(value, Tensor) else value for value in args]
-        key = (function, *margins[-1:], *of)
-        try:
-            plan = _plans.get(key)
-        except TypeError:
-            return function(*args)
-        return _planned(key, plan, args, function, *args)
-
-    return cast(F, run)
+def is_observed() -> bool:
+    """Return whether a mode, a transform or a tracer has to see what operators do."""
+    return torch.compiler.is_compiling() or watched() or torch._C._get_tracing_state() is not None
 
 
-def _planned(
-    key: Any, plan: Plan | None, given: Any, function: Any, *args: Any, **options: Any
-) -> Any:
-    if plan is not None:
-        return plan.repeat(given) if plan.complete else function(*args, **options)
-    plan, before = Plan(given), recording.plans
-    recording.plans = *before, plan
-    try:
-        found = function(*args, **options)
-    finally:
-        recording.plans = before
-    plan.end(found)
-    if len(_plans) == MAX_KNOWN:
-        _plans.clear()
-    _plans[key] = plan
-    return found
+def repeats(function: F, seen: bool = False) -> F:
+    """Let calls like earlier ones, in shapes, strides, types, devices and options, skip what is `unless_known`.
 
-
-def validates(function: F) -> F:
-    """Skip what is `unless_known` in calls like earlier ones: in shapes, strides, types, devices and options."""
+    Those that record no gradients repeat launches, too. seen: the caller has looked for modes of torch.
+    """
 
     @wraps(function)
     def run(*args: Any, **options: Any) -> Any:
-        if torch.compiler.is_compiling() or watched() or torch._C._get_tracing_state():
+        if not seen and is_observed():
             return function(*args, **options)
         given = (*args, *options.values())
-        key: Any = (function, *margins[-1:], *options, *map(_facts, given))
+        of = [_facts(v) if isinstance(v, Tensor) else (type(v), v) for v in given]
+        key: Any = (function, *margins[-1:], *options, *of)
         try:
-            call.known = key in _validated
+            known, plan = key in _plans, _plans.get(key)
         except TypeError:  # an argument of a wrong type, which the checks name
-            return function(*args, **options)
+            known, plan, key = False, None, None
+        before = call.known, recording.blocks
+        call.known, recording.blocks = known, iter(())
         try:
-            if records([t for t in given if isinstance(t, Tensor)]):
+            if key is None or (not seen and records([t for t in given if isinstance(t, Tensor)])):
                 found = function(*args, **options)
+            elif plan is not None:
+                return plan.repeat(function, *args, **options)
             else:
-                found = _planned(key, _plans.get(key), given, function, *args, **options)
+                found = (plan := Plan(given)).record(function, *args, **options)
         finally:
-            call.known = False
-        if len(_validated) == MAX_KNOWN:
-            _validated.clear()
-        _validated.add(key)
+            call.known, recording.blocks = before
+        if len(_plans) == MAX_KNOWN:
+            _plans.clear()
+        if key is not None:
+            _plans[key] = plan
         return found
 
     return cast(F, run)
 
 
-def _facts(value: Any) -> Any:
-    """Return what the checks read of an argument: with one that may have been freed, or not be aligned, its place."""
-    if type(value) not in IN_MEMORY or value.layout != torch.strided or value.is_nested:
-        return (type(value), value) if not isinstance(value, Tensor) else [value]
-    place = value.data_ptr()
+def _facts(t: Tensor) -> Any:
+    """Return what the checks read of a tensor; what cannot be a key of one that may be freed, or is not aligned."""
+    if type(t) not in IN_MEMORY or t.layout != torch.strided or t.is_nested:
+        return [t]
+    place = t.data_ptr()
     suspect = place < SUSPECT_BELOW or place % STRIDE_BYTES
-    return [value] if suspect else (value.shape, value.stride(), value.dtype, value.device)
+    return [t] if suspect else (t.shape, t.stride(), t.dtype, t.device)
 
 
 def unless_known(check: Callable[..., None]) -> Any:
-    """Make a check one that validates() skips."""
+    """Make a check one that repeats() skips."""
     return wraps(check)(lambda *args, **given: None if call.known else check(*args, **given))

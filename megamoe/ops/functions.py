@@ -15,7 +15,7 @@ from megamoe.core.config import Activation, activation_by_name
 from megamoe.core.transforms import records
 from megamoe.formats import quantization
 from megamoe.ops import checks, gradients, operators
-from megamoe.ops.calls import validates
+from megamoe.ops.calls import repeats
 from megamoe.ops.checks import Given
 from megamoe.ops.groups import Groups
 from megamoe.ops.operands import rows_by_group
@@ -28,7 +28,7 @@ Scales = tuple[Tensor, ScalingType, Tensor, ScalingType]
 gradients.register()
 
 
-@validates
+@repeats
 def grouped_mm(
     mat_a: Tensor, mat_b: Tensor, *, offs: Tensor | None = None, alignment: int = 1,
     bias: Tensor | None = None, out_dtype: torch.dtype | None = None,
@@ -68,7 +68,7 @@ def grouped_mm(
     return _product(Given(mat_a, mat_b, Groups(offs, alignment), bias), (), recipe, out_dtype)
 
 
-@validates
+@repeats
 def scaled_grouped_mm(
     mat_a: Tensor, mat_b: Tensor, scale_a: Tensor, scale_recipe_a: ScalingType, scale_b: Tensor,
     scale_recipe_b: ScalingType, swizzle_a: SwizzleType | None = None,
@@ -113,7 +113,7 @@ def scaled_grouped_mm(
     return _product(Given(mat_a, mat_b, Groups(offs, alignment), bias), scales, None, output_dtype)
 
 
-@validates
+@repeats
 def grouped_mm_act(
     mat_a: Tensor, mat_b: Tensor, activation: str | Activation = "swiglu", *,
     offs: Tensor | None = None, alignment: int = 1, bias: Tensor | None = None,
@@ -169,7 +169,7 @@ def grouped_mm_act(
     return found if len(found) > 1 else h
 
 
-@validates
+@repeats
 def grouped_mm_dact(
     grad: Tensor, mat_b: Tensor, pre: Tensor, activation: str | Activation = "swiglu", *,
     offs: Tensor | None = None, alignment: int = 1, glu: Glu = "halves",
@@ -245,7 +245,7 @@ def grouped_mm_wgrad(
     return out
 
 
-@validates
+@repeats
 def grouped_mlp(
     x: Tensor, w_up: Tensor, w_down: Tensor, activation: str | Activation = "swiglu", *,
     offs: Tensor | None = None, alignment: int = 1, b_up: Tensor | None = None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
@@ -15,9 +15,8 @@ from megamoe.backends.emulate.memory import encode_emulated
 from megamoe.backends.mega.launches import PAIR_CTAS, why_not
 from megamoe.core import env
 from megamoe.core.errors import ArgumentError
-from megamoe.jit import abi
+from megamoe.jit import abi, recording
 from megamoe.jit.grouped import GroupedVariant
-from megamoe.jit.recording import launched
 from megamoe.launch.launches import (
     current_stream_handle,
     launch_lock,
@@ -28,7 +27,6 @@ from megamoe.ops.arguments import Gemm, Outer, addresses_of, write
 from megamoe.ops.calls import margins
 
 logger = logging.getLogger("megamoe")
-MAX_KEPT = 4096  # arguments, of 2 KB
 ANYWHERE = 1 << 40  # an address that maps may have
 
 
@@ -61,32 +59,18 @@ _reserved = cache(env.reserve_sms)
 
 
 class Gpu:
-    """Launches on the current stream of one device; the host waits for nothing.
-
-    Argument blocks are kept by all but addresses: to fill one takes longer than a small kernel.
-    """
+    """Launches on the current stream of one device; the host waits for nothing."""
 
     def __init__(self, ordinal: int) -> None:
         self._ordinal, self._device = ordinal, torch.device("cuda", ordinal)
         self._kernels: dict[GroupedVariant, Any] = {}
-        self._kept: dict[Any, Any] = {}
 
     def run(self, variant: GroupedVariant, launch: Gemm | Outer) -> None:
         """Launch one kernel. The first launch of a variant loads it and cannot be captured."""
-        tensors, addresses, mapped = launch.tensors(), addresses_of(launch), launch.num_mapped
-        geometry = [t if t is None else (t.shape, t.stride(), t.dtype) for t in tensors[:mapped]]
-        others = [t is None for t in tensors[mapped:]]
+        addresses = addresses_of(launch)
         with launch_lock, on_device(self._device):
-            grid = _grid(self._num_sms)
-            key = variant, grid, launch.options(), *geometry, *others
-            block = self._kept.get(key)
-            if block is None:
-                block = self._fill(variant, grid, launch)
-                if len(self._kept) == MAX_KEPT:
-                    self._kept.clear()
-                self._kept[key] = block
-            block.launch(addresses, current_stream_handle(self._ordinal))
-        launched(block, addresses)
+            fill = partial(self._fill, variant, launch)
+            recording.launch(fill, addresses, current_stream_handle(self._ordinal))
 
     @cached_property
     def _num_sms(self) -> int:
@@ -94,7 +78,7 @@ class Gpu:
 
         return device_attribute(self._ordinal, "MULTIPROCESSOR_COUNT")
 
-    def _fill(self, variant: GroupedVariant, grid: int, launch: Gemm | Outer) -> Any:
+    def _fill(self, variant: GroupedVariant, launch: Gemm | Outer) -> Any:
         from megamoe.jit.driver import use_device
         from megamoe.jit.module import Block, Launcher, load_kernel
         from megamoe.jit.tensormap import encode
@@ -106,7 +90,8 @@ class Gpu:
         args = abi.aligned(abi.LAUNCHES[variant.launch])
         num, places = len(launch.tensors()), launch.fill(args)
         write(places, [ANYWHERE] * num, encode)
-        return Block(Launcher(self._kernels[variant], grid, args, cooperative=False), places, num)
+        kernel, grid = self._kernels[variant], _grid(self._num_sms)
+        return Block(Launcher(kernel, grid, args, cooperative=False), places, num)
 
 
 class Fibers:

@@ -26,14 +26,14 @@ from torch import Tensor
 
 from megamoe.core.config import Activation
 from megamoe.core.planes import IN_MEMORY, STRIDE_BYTES
-from megamoe.core.transforms import records, watched
+from megamoe.core.transforms import records
 from megamoe.formats.quantization import E4M3, num_groups
 from megamoe.jit.grouped import GroupedVariant
 from megamoe.jit.recording import made
 from megamoe.launch.panels import TILE_COLUMNS
 from megamoe.ops import reference
 from megamoe.ops.arguments import Gemm, Outer
-from megamoe.ops.calls import repeats
+from megamoe.ops.calls import is_observed, repeats
 from megamoe.ops.groups import Groups
 from megamoe.ops.machines import machine_of
 from megamoe.ops.operands import (
@@ -84,10 +84,8 @@ def _op(run: Callable[..., Any]) -> Any:
 
     @wraps(run)
     def call(*args: Any) -> Any:
-        if torch.compiler.is_compiling() or watched() or torch._C._get_tracing_state():
-            return custom(*args)
         tensors = [t for t in args if isinstance(t, Tensor)]
-        if not frozenset(IN_MEMORY).issuperset(map(type, tensors)):
+        if is_observed() or not frozenset(IN_MEMORY).issuperset(map(type, tensors)):
             return custom(*args)
         if name in recorded and records(tensors):
             return recorded[name].apply(*args, *defaults[len(args) - len(names) + len(defaults) :])
@@ -98,7 +96,7 @@ def _op(run: Callable[..., Any]) -> Any:
             return planned(*args)
 
     marked: Any = call
-    marked.planned = planned = repeats(run)
+    marked.planned = planned = repeats(run, seen=True)
     return call
 
 

@@ -96,8 +96,7 @@ def test_a_steady_operator_takes_few_calls(gpu):
     }
     held = []
     for name, (most, call) in budgets.items():
-        calls._validated.clear(), calls._plans.clear()
-        gpu._kept.clear()
+        calls._plans.clear()
         before, first = driver_stub.launched(), counted(lambda call=call: call(x))
         launches = driver_stub.launched() - before
         assert launches == (2 if name == "grouped_mlp" else 1)
@@ -156,9 +155,9 @@ def test_a_call_is_repeated_only_where_it_is_the_same(gpu):
 
     def plans():
         of = ops.grouped_mm.__wrapped__, ops.grouped_mm_dact.__wrapped__
-        return [plan.complete for key, plan in calls._plans.items() if key[0] in of]
+        return [plan.complete for key, plan in calls._plans.items() if plan and key[0] in of]
 
-    calls._validated.clear(), calls._plans.clear()
+    calls._plans.clear()
     for b, grad in ((bias, False), (bias.bfloat16(), False), (None, True)):
         for _ in range(2):
             ops.grouped_mm(x.clone().requires_grad_(grad), up.mT, offs=offs, bias=b)
