@@ -10,9 +10,14 @@ from torch import Tensor
 
 
 class _Recording(threading.local):
-    """What this thread does. blocks: module.Block of each launch to come, if it repeats an earlier call."""
+    """What this thread does.
+
+    plans: that see it. known: a call like one that was validated. blocks: module.Block of each launch to come, if it
+    repeats an earlier call.
+    """
 
     plans: tuple[Any, ...] = ()
+    known = False
     blocks: Iterator[Any] = iter(())
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, TypeVar, cast
@@ -30,16 +29,15 @@ class Plan:
 
     def __init__(self, given: tuple[Any, ...]) -> None:
         self._given = [t.data_ptr() if isinstance(t, Tensor) else None for t in given]
-        self._live: list[Tensor] = []  # while it is recorded
-        self._others: list[None] = []  # their places
+        self._live: list[Any] = []  # what it allocated, while it is recorded
         self._made: list[tuple[int, tuple[Any, ...]]] = []
         self._launches: list[tuple[Any, list[tuple[int, int] | None]]] = []
         self._results: list[int] | None = None
         self._device, self._is_one, self.complete = torch.device("cpu"), False, True
 
     def allocated(self, t: Tensor, zeros: bool) -> None:
-        of = tuple(t.shape), t.stride(), t.dtype, zeros
-        self._made.append((len(self._given) + len(self._live), of))
+        i = len(self._given) + len(self._live)
+        self._made.append((i, (tuple(t.shape), t.stride(), t.dtype, zeros)))
         self._live.append(t)
 
     def launched(self, block: Any, addresses: list[int]) -> None:
@@ -69,7 +67,7 @@ class Plan:
         self._results = None if found is None else places
         used = {*places, *(p[0] for _, of in self._launches for p in of if p)}
         self._made = [(i, of) for i, of in self._made if i in used]
-        self._live, self._others = [], [None] * len(self._live)
+        self._live = [None] * len(self._live)
         return found
 
     def repeat(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -79,7 +77,7 @@ class Plan:
             return function(*args, **options)
         device = self._device
         with launch_lock, on_device(device):
-            tensors: list[Any] = [*args, *options.values(), *self._others]
+            tensors: list[Any] = [*args, *options.values(), *self._live]
             new = allocator(device.type == "cuda")
             for i, (shape, strides, dtype, zeros) in self._made:
                 tensors[i] = t = new(shape, strides, dtype)
@@ -98,13 +96,7 @@ class Plan:
         return results[0] if self._is_one else tuple(results)
 
 
-class _Call(threading.local):
-    """What this thread runs. known: a call like one that was validated."""
-
-    known = False
-
-
-call, _plans = _Call(), dict[Any, Plan | None]()  # None: calls that recorded gradients
+_plans: dict[Any, Plan | None] = {}  # None: of calls that recorded gradients
 
 
 def is_observed() -> bool:
@@ -129,8 +121,8 @@ def repeats(function: F, seen: bool = False) -> F:
             known, plan = key in _plans, _plans.get(key)
         except TypeError:  # an argument of a wrong type, which the checks name
             known, plan, key = False, None, None
-        before = call.known, recording.blocks
-        call.known, recording.blocks = known, iter(())
+        before = recording.known, recording.blocks
+        recording.known, recording.blocks = known, iter(())
         try:
             if key is None or (not seen and records([t for t in given if isinstance(t, Tensor)])):
                 found = function(*args, **options)
@@ -139,7 +131,7 @@ def repeats(function: F, seen: bool = False) -> F:
             else:
                 found = (plan := Plan(given)).record(function, *args, **options)
         finally:
-            call.known, recording.blocks = before
+            recording.known, recording.blocks = before
         if len(_plans) == MAX_KNOWN:
             _plans.clear()
         if key is not None:
@@ -160,4 +152,4 @@ def _facts(t: Tensor) -> Any:
 
 def unless_known(check: Callable[..., None]) -> Any:
     """Make a check one that repeats() skips."""
-    return wraps(check)(lambda *args, **given: None if call.known else check(*args, **given))
+    return wraps(check)(lambda *args, **given: None if recording.known else check(*args, **given))

@@ -298,6 +298,7 @@ def grouped_mlp(
     return y
 
 
+@repeats
 def quantize(
     x: Tensor, recipe: ScalingType, *, offs: Tensor | None = None, alignment: int = 1,
     glu: Glu | None = None,
