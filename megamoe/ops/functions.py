@@ -163,8 +163,8 @@ def grouped_mm_act(
         checks.refuse("mat_b.shape", list(mat_b.shape), "I a multiple of 16, to quantize h")
     plain = not scales and not quantizes
     saves = return_pre or (plain and records((mat_a, mat_b, bias, row_scale)))
-    call = mat_a, mat_b, *groups, bias, act.kind, _numbers(act), interleaved, saves
-    h, pre, scale = operators.grouped_activation(*call, *of, quantizes, row_scale)
+    call = mat_a, mat_b, *groups, bias, *of, quantizes, act.kind, _numbers(act), interleaved
+    h, pre, scale = operators.grouped_mm(*call, saves, row_scale)
     found = h, *((scale,) if quantizes else ()), *((pre,) if return_pre else ())
     return found if len(found) > 1 else h
 
@@ -346,13 +346,12 @@ def _product(
 ) -> Any:
     if given.x.dim() == 2 and given.x.stride(1) != 1:
         given = given._replace(x=given.x.contiguous())
-    of, others = given.check(scales, recipe), (*given.groups, given.bias)
-    if dtype != quantization.E4M3:
-        return operators.grouped_mm(given.x, given.w, *others, *of)
-    if given.w.shape[2] % 16:
+    of, quantizes = given.check(scales, recipe), dtype == quantization.E4M3
+    if quantizes and given.w.shape[2] % 16:
         checks.refuse("mat_b.shape", list(given.w.shape), "N a multiple of 16, to quantize")
-    call: Any = given.x, given.w, *others, "", (), False, False, *of, True
-    return operators.grouped_activation(*call)[::2]
+    call = given.x, given.w, *given.groups, given.bias, *of, quantizes
+    out, _, scale = operators.grouped_mm(*call)
+    return (out, scale) if quantizes else out
 
 
 def _numbers(act: Activation) -> tuple[float, ...]:

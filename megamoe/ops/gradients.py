@@ -30,18 +30,11 @@ from megamoe.ops.reference import through
 Found = dict[str, Tensor | None]  # by the names of arguments
 
 
-def _of_mm(call: Any, dy: Tensor) -> Found:
-    dy = rows_of(dy)
-    dw, db = of_weights(dy, call.x, call.w, ("w", "bias"), call)
-    dx = _product(dy, call.w.transpose(1, 2), call) if call.needs["x"] else None
-    return {"x": dx, "w": dw, "bias": db}
-
-
-def _of_activation(call: Any, dh: Tensor | None, d_gu: Tensor | None, _: Any) -> Found:
-    dgu, d_scale = d_gu, None
-    if dh is not None:
-        if call.quantizes:
-            raise RuntimeError("a quantized h has no gradient: use ops.grouped_mlp")
+def _of_mm(call: Any, dh: Tensor | None, d_gu: Tensor | None, _: Any) -> Found:
+    dgu, d_scale = d_gu if call.kind else dh, None
+    if dh is not None and call.quantizes:
+        raise RuntimeError("a quantized h has no gradient: use ops.grouped_mlp")
+    if dh is not None and call.kind:
         act, groups = Activation(call.kind, *call.numbers), Groups(call.offs, call.alignment)
         # by what can be differentiated again
         made = through(act, call.saved, dh.float(), groups, call.row_scale, call.interleaved)
@@ -72,7 +65,8 @@ def rows_of(t: Tensor) -> Tensor:
 
 def _product(rows: Tensor, w: Tensor, call: Any) -> Tensor:
     """rows: [M, K], w: [E, K, N], both bf16 -> [M, N], in the precision of the call."""
-    return grouped_mm(rows, w, call.offs, call.alignment, None, None, None, call.dynamic)
+    made: Tensor = grouped_mm(rows, w, call.offs, call.alignment, None, None, None, call.dynamic)[0]
+    return made
 
 
 def of_weights(
@@ -95,7 +89,7 @@ def _of_first(dgu: Tensor, name: str, bias: str, call: Any) -> Found:
     dw, db = of_weights(rows, call.x, w, (name, bias), call)
     if call.needs["x"]:
         parts = 1  # of K that have blocks of their own
-        if call.dynamic and not call.interleaved:
+        if call.dynamic and call.kind and not call.interleaved:
             planes = Activation(call.kind, *call.numbers).planes
             parts = planes if w.shape[2] // planes % GROUP else 1
         pairs = zip(rows.chunk(parts, 1), w.transpose(1, 2).chunk(parts, 1), strict=True)
@@ -174,7 +168,6 @@ def _register(name: str, backward: Callable[..., Any], setup: Callable[..., None
 def register() -> None:
     """Give the operators their gradients. Once."""
     _differentiate("grouped_mm", _of_mm)
-    _differentiate("grouped_activation", _of_activation)
     _differentiate("grouped_mlp", _of_mlp)
     for part in ("activation_gradient", "wgrad"):
         _refuse(f"grouped_{part}")

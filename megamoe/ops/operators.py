@@ -1,8 +1,7 @@
 """Register the operators with torch.library: what each runs, and its shapes for torch.compile. Gradients: gradients.py.
 
-    megamoe::grouped_mm(x, w, offs?, alignment, bias?, x_scale?, w_scale?, dynamic) -> out
-    megamoe::grouped_activation(x, w, offs?, alignment, bias?, kind, numbers, interleaved, saves, x_scale?, w_scale?,
-        dynamic, quantizes, row_scale?) -> (h, gu, scales of h)
+    megamoe::grouped_mm(x, w, offs?, alignment, bias?, x_scale?, w_scale?, dynamic, quantizes, kind, numbers,
+        interleaved, saves, row_scale?) -> (out, gu, scales of out)
     megamoe::grouped_activation_gradient(dy, w, gu, offs?, alignment, kind, numbers, interleaved, dy_scale?, w_scale?,
         dynamic, row_scale?) -> (dgu, h, d_row_scale)
     megamoe::grouped_mlp(x, w_up, w_down, offs?, alignment, b_up?, b_down?, kind, numbers, interleaved, saves, dynamic,
@@ -68,71 +67,72 @@ class Fused(NamedTuple):
 _PLAIN = Fused()
 
 
-@cache
-def _fused(interleaved: bool, kind: str, *numbers: float) -> Fused:
-    act = Activation(kind, *numbers) if kind else None
+def _fused(kind: str, numbers: Sequence[float] | None, interleaved: bool) -> Fused:
+    act = Activation(kind, *(numbers or ())) if kind else None
     columns = 1 if act is None else act.planes
     return Fused(act, interleaved, columns, 1 if interleaved else columns)
 
 
-def _op(run: Callable[..., Any]) -> Any:
-    """Register an operator. Eager calls go past the dispatcher, which takes longer than a small kernel."""
-    name, defaults = run.__name__, run.__defaults__ or ()
-    names = run.__code__.co_varnames[: run.__code__.co_argcount]
-    written = [n for n in names if n == "out"]
-    custom = torch.library.custom_op(f"megamoe::{name}", run, mutates_args=written)
+def _op(shapes: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
+    """Register an operator with the shapes of its results. Eager calls go past the dispatcher, which takes longer."""
 
-    @wraps(run)
-    def call(*args: Any) -> Any:
-        tensors = [t for t in args if isinstance(t, Tensor)]
-        if is_observed() or not frozenset(IN_MEMORY).issuperset(map(type, tensors)):
-            return custom(*args)
-        if name in recorded and records(tensors):
-            return recorded[name].apply(*args, *defaults[len(args) - len(names) + len(defaults) :])
-        if not written:
-            return planned(*args)
-        with torch.no_grad():
-            torch.autograd.graph.increment_version(args[-1])
-            return planned(*args)
+    def register(run: Callable[..., Any]) -> Any:
+        name, defaults = run.__name__, run.__defaults__ or ()
+        names = run.__code__.co_varnames[: run.__code__.co_argcount]
+        written = [n for n in names if n == "out"]
+        custom = torch.library.custom_op(f"megamoe::{name}", run, mutates_args=written)
 
-    marked: Any = call
-    marked.planned = planned = repeats(run, seen=True)
-    return call
+        def whole(args: tuple[Any, ...]) -> tuple[Any, ...]:
+            return *args, *defaults[len(args) - len(names) + len(defaults) :]
+
+        custom.register_fake(lambda *args: shapes(*whole(args)))
+
+        @wraps(run)
+        def call(*args: Any) -> Any:
+            tensors = [t for t in args if isinstance(t, Tensor)]
+            if is_observed() or not frozenset(IN_MEMORY).issuperset(map(type, tensors)):
+                return custom(*args)
+            if name in recorded and records(tensors):
+                return recorded[name].apply(*whole(args))
+            if not written:
+                return planned(*args)
+            with torch.no_grad():
+                torch.autograd.graph.increment_version(args[-1])
+                return planned(*args)
+
+        marked: Any = call
+        marked.planned = planned = repeats(run, seen=True)
+        return call
+
+    return register
 
 
-@_op
+@_op(
+    lambda x, w, offs, alignment, bias, x_scale, w_scale, dynamic, quantizes, *of: _empty_hidden(
+        x, w.shape[2], len(w), _fused(*of[:3]), of[3], quantizes
+    )
+)
 def grouped_mm(
     x: Tensor, w: Tensor, offs: Tensor | None, alignment: int, bias: Tensor | None,
     x_scale: Tensor | None = None, w_scale: Tensor | None = None, dynamic: bool = False,
-) -> Tensor:  # fmt: skip
-    """x: [M, K], w: [E, K, N], contiguous in either, given e4m3 in K -> [M, N] bf16."""
-    groups = Groups(offs, alignment)
-    given = Operands(_aligned(x), readable(w), x_scale, w_scale)
-    return _activated(quantized(given, groups) if dynamic else given, groups, bias)[0]
-
-
-@_op
-def grouped_activation(
-    x: Tensor, w: Tensor, offs: Tensor | None, alignment: int, bias: Tensor | None, kind: str,
-    numbers: Sequence[float], interleaved: bool, saves: bool, x_scale: Tensor | None = None,
-    w_scale: Tensor | None = None, dynamic: bool = False, quantizes: bool = False,
-    row_scale: Tensor | None = None,
+    quantizes: bool = False, kind: str = "", numbers: Sequence[float] | None = None,
+    interleaved: bool = False, saves: bool = False, row_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """x: [M, H], w: [E, H, P*I] -> h [M, I] bf16 or e4m3; gu [M, P*I]; h's scales by block. kind: "" is none."""
-    groups, fused = Groups(offs, alignment), _fused(interleaved, kind, *numbers)
-    given = Operands(x, w, x_scale, w_scale, fused.planes)
+    """x: [M, K], w: [E, K, P*N] -> h or, of kind "", the product [M, N] bf16 or e4m3; gu [M, P*N]; scales by block."""
+    groups, fused = Groups(offs, alignment), _fused(kind, numbers, interleaved)
+    given = Operands(_aligned(x), readable(w), x_scale, w_scale, fused.planes)
     given = quantized(given, groups) if dynamic else given
-    return _told(*_activated(given, groups, bias, fused, saves, quantizes, row_scale))
+    return _activated(given, groups, bias, fused, saves, quantizes, row_scale)
 
 
-@_op
+@_op(lambda dy, w, gu, *rest: _empty_gradients(gu, w, rest[-1]))
 def grouped_activation_gradient(
     dy: Tensor, w: Tensor, gu: Tensor, offs: Tensor | None, alignment: int, kind: str,
     numbers: Sequence[float], interleaved: bool, dy_scale: Tensor | None = None,
     w_scale: Tensor | None = None, dynamic: bool = False, row_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dy: [M, H], w: [E, H, I], contiguous in either, gu: [M, P*I] -> dgu [M, P*I], h [M, I], row_scale's [M]."""
-    groups, fused = Groups(offs, alignment), _fused(interleaved, kind, *numbers)
+    groups, fused = Groups(offs, alignment), _fused(kind, numbers, interleaved)
     given = Operands(_aligned(dy), w, dy_scale, w_scale)
     given = quantized(given, groups) if dynamic else given
     variant = fused.variant("gradient", given, "-scales" * (row_scale is not None))
@@ -151,60 +151,63 @@ def grouped_activation_gradient(
     return dgu, h, d_scale if row_scale is None else parts.sum(1)
 
 
-@_op
+@_op(
+    lambda x, w, w_down, *rest: (
+        _empty(x, len(x), w_down.shape[2]),
+        _empty(x, *((len(x), w.shape[2]) if rest[7] else (0,))),
+    )
+)
 def grouped_mlp(
     x: Tensor, w_up: Tensor, w_down: Tensor, offs: Tensor | None, alignment: int,
     b_up: Tensor | None, b_down: Tensor | None, kind: str, numbers: Sequence[float],
     interleaved: bool, saves: bool, dynamic: bool = False, row_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """x: [M, H], w_up: [E, H, P*I], w_down: [E, I, H] -> y [M, H], gu [M, P*I]. dynamic: h is e4m3."""
-    groups, fused = Groups(offs, alignment), _fused(interleaved, kind, *numbers)
+    groups, fused = Groups(offs, alignment), _fused(kind, numbers, interleaved)
     first = Operands(x, w_up, planes=fused.planes)
     first = quantized(first, groups) if dynamic else first
     h, gu, scale = _activated(first, groups, b_up, fused, saves, dynamic, row_scale)
     second = Operands(h, w_down, scale if dynamic else None)
     y, *_ = _activated(quantized(second, groups) if dynamic else second, groups, b_down)
-    return y, _empty(x, 0) if gu is None else gu
+    return y, gu
 
 
-@_op
+@_op(lambda a, b, offs, alignment, *rest: _empty_weights(a, b, *rest))
 def grouped_wgrad(
     a: Tensor, b: Tensor, offs: Tensor | None, alignment: int, num_experts: int, fp32: bool,
     sums: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """a: [M, N1], b: [M, N2] -> [E, N1, N2] bf16 or fp32, sums of a's columns [E, N1] fp32."""
-    dtype = torch.float32 if fp32 else a.dtype
-    a, b, machine = _aligned(a), _aligned(b), machine_of(a.device, _WEIGHTS)
-    groups = Groups(offs, alignment)
-    if machine is None:
-        total = reference.column_sums(a, groups) if sums else a.new_empty(0, dtype=torch.float32)
-        return reference.weights(a, b, groups, num_experts, dtype).to(dtype), total
     out, total = _empty_weights(a, b, num_experts, fp32, sums)
-    if not a.shape[0]:
-        return out.zero_(), total.zero_()
-    outer = Outer(a, b, tails(a, b, groups), groups, out, total if sums else None, False)
-    machine.run(_WEIGHTS, outer)
+    _sum_outer(a, b, Groups(offs, alignment), out, total if sums else None, False)
     return out, total
 
 
-@_op
+@_op(lambda *_: None)
 def grouped_wgrad_add(
     a: Tensor, b: Tensor, offs: Tensor | None, alignment: int, out: Tensor
 ) -> None:
     """out: [E, N1, N2] bf16 or fp32, contiguous in N2, += a^T b of each expert's rows."""
+    _sum_outer(a, b, Groups(offs, alignment), out, None, True)
+
+
+def _sum_outer(
+    a: Tensor, b: Tensor, groups: Groups, out: Tensor, sums: Tensor | None, adds: bool
+) -> None:
     a, b, machine = _aligned(a), _aligned(b), machine_of(a.device, _WEIGHTS)
-    groups = Groups(offs, alignment)
-    if machine is None:
-        out += reference.weights(a, b, groups, out.shape[0], out.dtype)
-    elif a.shape[0]:
-        outer = Outer(a, b, tails(a, b, groups), groups, out, None, True)
-        machine.run(_WEIGHTS, outer)
+    if machine is not None and len(a):
+        machine.run(_WEIGHTS, Outer(a, b, tails(a, b, groups), groups, out, sums, adds))
+        return
+    made = reference.weights(a, b, groups, len(out), out.dtype)
+    out.add_(made) if adds else out.copy_(made)
+    if sums is not None:
+        sums.copy_(reference.column_sums(a, groups))
 
 
 def _activated(
     given: Operands, groups: Groups, bias: Tensor | None, fused: Fused = _PLAIN,
     saves: bool = False, quantizes: bool = False, row_scale: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return h, or the product if there is no activation; gu if it is saved; the scales of h in e4m3."""
     if quantizes:
         given = given._replace(w=readable(given.w, columns=False))
@@ -218,14 +221,15 @@ def _activated(
         wide, pre = reference.activation(*call)
         if quantizes:
             h, scale = rows_by_group(wide, groups, num)
-        return h if quantizes else wide.bfloat16(), pre.bfloat16() if saves else None, scale
-    gemm = Gemm(given, groups, h, _fp32(bias), *fused[:2], gu, None, scale, row_scale)
-    _run(machine, variant, gemm)
+        return h if quantizes else wide.bfloat16(), pre.bfloat16() if saves else gu, scale
+    left, of_h = gu if saves else None, scale if quantizes else None
+    bias = None if bias is None else bias.float().contiguous()
+    _run(machine, variant, Gemm(given, groups, h, bias, *fused[:2], left, None, of_h, row_scale))
     return h, gu, scale
 
 
 def _run(machine: Any, variant: GroupedVariant, gemm: Gemm) -> None:
-    if gemm.out.shape[0]:
+    if len(gemm.out):
         machine.run(variant, gemm)
     elif gemm.out_scale is not None:
         gemm.out_scale.zero_()
@@ -233,26 +237,20 @@ def _run(machine: Any, variant: GroupedVariant, gemm: Gemm) -> None:
 
 def _empty_hidden(
     x: Tensor, width: int, num: int, fused: Fused, saves: bool, quantizes: bool
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """width: of w's columns, P*I."""
-    rows, of_h = len(x), width // fused.columns
-    h = _empty(x, rows, of_h, dtype=E4M3 if quantizes else torch.bfloat16)
-    gu = _rows_like(x, width) if saves else None
-    places = num_groups(of_h), num_places(rows, num)
-    return h, gu, _empty(x, *places, dtype=torch.float32) if quantizes else None
-
-
-def _told(h: Tensor, gu: Tensor | None, scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Make what was not requested empty, as the operator's schema has no optional results."""
-    gu = _empty(h, 0) if gu is None else gu
-    return h, gu, _empty(h, 0, dtype=torch.float32) if scale is None else scale
+) -> tuple[Tensor, Tensor, Tensor]:
+    """width: of w's columns, P*I. What is not requested is empty: schemas have no optional results."""
+    of_h = width // fused.columns
+    h = _empty(x, len(x), of_h, dtype=E4M3 if quantizes else torch.bfloat16)
+    places = (num_groups(of_h), num_places(len(x), num)) if quantizes else (0,)
+    gu = _empty(x, *((len(x), width) if saves else (0,)))
+    return h, gu, _empty(x, *places, dtype=torch.float32)
 
 
 def _empty_gradients(
     gu: Tensor, w: Tensor, row_scale: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows = _empty(gu, 0 if row_scale is None else len(gu), dtype=torch.float32)
-    return _rows_like(gu, gu.shape[1]), _rows_like(gu, w.shape[2]), rows
+    return _empty(gu, *gu.shape), _empty(gu, len(gu), w.shape[2]), rows
 
 
 def _empty_weights(
@@ -266,38 +264,6 @@ def _empty(like: Tensor, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Te
     return made(like.new_empty(*shape, dtype=dtype))
 
 
-def _rows_like(x: Tensor, width: int) -> Tensor:
-    return _empty(x, x.shape[0], width)
-
-
 def _aligned(rows: Tensor) -> Tensor:
     """Return rows where TMA reads them: a copy of those of a gradient that is a part of another."""
     return rows.clone() if rows.data_ptr() % STRIDE_BYTES else rows
-
-
-def _fp32(bias: Tensor | None) -> Tensor | None:
-    return None if bias is None else bias.float().contiguous()
-
-
-# --- shapes ---
-
-_shapes = torch.library.register_fake
-_shapes("megamoe::grouped_mm")(lambda x, w, *_: _rows_like(x, w.shape[2]))
-_shapes("megamoe::grouped_activation")(
-    lambda x, w, offs, alignment, bias, kind, numbers, interleaved, saves, *rest: _told(
-        *_empty_hidden(
-            *(x, w.shape[2], len(w), _fused(interleaved, kind, *numbers), saves),
-            len(rest) > 3 and rest[3],  # torch leaves defaults out
-        )
-    )
-)
-_shapes("megamoe::grouped_activation_gradient")(
-    lambda dy, w, gu, *rest: _empty_gradients(gu, w, rest[8] if len(rest) == 9 else None)
-)
-_shapes("megamoe::grouped_mlp")(
-    lambda x, w, w_down, *rest: (
-        _rows_like(x, w_down.shape[2]),
-        _rows_like(x, w.shape[2]) if rest[7] else x.new_empty(0),
-    )
-)
-_shapes("megamoe::grouped_wgrad")(lambda a, b, offs, alignment, *rest: _empty_weights(a, b, *rest))

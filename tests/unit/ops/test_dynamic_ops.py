@@ -285,8 +285,8 @@ def test_opcheck():
     checks = "test_schema", "test_faketensor", "test_autograd_registration"
     for op, arguments in (
         (mine.grouped_mm, (x, w13, OFFS, 1, None, *dynamic)),
-        (mine.grouped_activation, (x, w13, OFFS, 1, None, *act, False, *dynamic, False)),
-        (mine.grouped_activation, (x, w13, OFFS, 1, None, *act, True, *dynamic, True)),
+        (mine.grouped_mm, (x, w13, OFFS, 1, None, *dynamic, False, *act, False)),
+        (mine.grouped_mm, (x, w13, OFFS, 1, None, *dynamic, True, *act, True)),
         (mine.grouped_mlp, (x, w13, w2, OFFS, 1, None, None, *act, False, True)),
         (mine.grouped_mlp, (x, w13, w2, OFFS, 1, None, None, *act, True, True)),
     ):

@@ -315,8 +315,8 @@ def test_what_has_no_gradient_says_so():
     a = rand(M, H).requires_grad_()
     results = [
         ("mm", scaled(h, h_scale, w2, s2, BY_GROUP, offs=OFFS8, bias=b2)),
-        ("activation", scaled_act(*first, offs=OFFS8, bias=bias)),
-        ("activation", ops.grouped_mm_act(a, rand(3, H, 2 * I), offs=OFFS, **e4m3)[0]),
+        ("mm", scaled_act(*first, offs=OFFS8, bias=bias)),
+        ("mm", ops.grouped_mm_act(a, rand(3, H, 2 * I), offs=OFFS, **e4m3)[0]),
         ("wgrad", ops.grouped_mm(a.mT, a, offs=OFFS)),
         ("activation_gradient", ops.grouped_mm_dact(a, rand(3, H, I), GU, offs=OFFS)[0]),
     ]
@@ -376,7 +376,7 @@ def test_opcheck():
     for op, arguments in (
         (ours.grouped_mlp, (*wanted, OFFS, 1, b13, b2, *act, True)),
         (ours.grouped_mm, (x, w13, OFFS, 1, b13)),
-        (ours.grouped_activation, (x, w13, OFFS, 1, b13, *act, True)),
+        (ours.grouped_mm, (x, w13, OFFS, 1, b13, None, None, False, False, *act, True)),
         (ours.grouped_wgrad_add, (rand(M, I), rand(M, H), OFFS, 1, torch.zeros(3, I, H))),
     ):
         torch.library.opcheck(op.default, arguments, test_utils=checks)

@@ -28,7 +28,6 @@ EXCEPTIONS = {
     "megamoe/adapters/vllm_experts.py:PrepareAndFinalize.prepare": HOST,
     "megamoe/layer/operators.py:moe_forward_op": OPERATOR,
     "megamoe/layer/operators.py:moe_backward_op": OPERATOR,
-    "megamoe/ops/operators.py:grouped_activation": OPERATOR,
     "megamoe/ops/operators.py:grouped_mlp": OPERATOR,
     "megamoe/ops/operators.py:grouped_mm": OPERATOR,
     "megamoe/ops/operators.py:grouped_activation_gradient": OPERATOR,
