@@ -148,7 +148,7 @@ def quantize_rows(x: Tensor, ends: Ends | None = None, places: int = 0) -> Pair:
 
 
 def copy_tails(a: Tensor, b: Tensor, ends: Ends) -> Pair:
-    """a: [M, N1], b: [M, N2] bf16 on CUDA, as TMA takes them -> as megamoe/ops/tails.py has them. Current stream."""
+    """a: [M, N1], b: [M, N2] bf16 on CUDA, as TMA takes them -> as megamoe/ops/groups.py has them. Current stream."""
     offs, num, alignment = ends
     out = tuple(made(t.new_empty(num * 64, t.shape[1])) for t in (a, b))
     args = _TailsArgs(rows=len(a), alignment=alignment)

@@ -98,7 +98,7 @@ class Gemm:
 class Outer:
     """Sums of the outer products of each expert's rows.
 
-    a: [M, N1], b: [M, N2]; tails: of both, see tails.py. out: [E, N1, N2] bf16 or fp32. sums: of a's columns [E, N1]
+    a: [M, N1], b: [M, N2]; tails: of both, see groups.py. out: [E, N1, N2] bf16 or fp32. sums: of a's columns [E, N1]
     fp32.
     """
 

@@ -8,6 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megamoe.launch.passes import fused_kernels, on_hopper
+from megamoe.launch.table import ROWS
+
 
 class Groups(NamedTuple):
     """Rows sorted by expert: expert e's end at offs[e], and begin at offs[e - 1] rounded up to the alignment.
@@ -47,3 +50,23 @@ class Groups(NamedTuple):
         ):
             if end > begin:
                 yield e, slice(begin, end)
+
+
+def tails(a: Tensor, b: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
+    """Copy each expert's rows after its last whole group of 64, for the weight gradient.
+
+    a, b: [M > 0, N] sorted by expert -> both as [E * 64, N], padded with zeros. Nothing waits.
+    """
+    if on_hopper(a) and (kernels := fused_kernels()) is not None:
+        num = 1 if groups.offs is None else len(groups.offs)
+        return kernels.copy_tails(a, b, (groups.offs, num, groups.alignment))
+    begins, ends = groups.bounds(a)
+    left = (ends - begins) % ROWS
+    place = torch.arange(ROWS, device=a.device)
+    rows = ((ends - left)[:, None] + place).clamp(max=len(a) - 1).flatten()
+    behind = (place >= left[:, None]).view(-1, 1)
+
+    def of(t: Tensor) -> Tensor:
+        return t.index_select(0, rows).masked_fill_(behind, 0)
+
+    return of(a), of(b)

@@ -33,7 +33,7 @@ from megamoe.launch.panels import TILE_COLUMNS
 from megamoe.ops import reference
 from megamoe.ops.arguments import Gemm, Outer
 from megamoe.ops.calls import is_observed, repeats
-from megamoe.ops.groups import Groups
+from megamoe.ops.groups import Groups, tails
 from megamoe.ops.machines import machine_of
 from megamoe.ops.operands import (
     Operands,
@@ -43,7 +43,6 @@ from megamoe.ops.operands import (
     rows_by_group,
 )
 from megamoe.ops.scales import num_places
-from megamoe.ops.tails import tails
 
 recorded: dict[str, Any] = {}  # the autograd functions of eager calls, by operator: gradients.py
 _variant = cache(GroupedVariant)

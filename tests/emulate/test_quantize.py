@@ -18,9 +18,8 @@ from megamoe.formats.quantization import (
 )
 from megamoe.jit import host, quantize
 from megamoe.launch.passes import sum_rows
-from megamoe.ops.groups import Groups
+from megamoe.ops.groups import Groups, tails
 from megamoe.ops.scales import by_block, num_places
-from megamoe.ops.tails import tails
 from megamoe.testing.compare import same_bits
 from megamoe.testing.layouts import apart, interleaved, with_gaps
 

@@ -20,7 +20,7 @@ from megamoe.backends.emulate.memory import encode_emulated
 from megamoe.jit import abi, host, module, quantize, recording
 from megamoe.jit.recording import made
 from megamoe.launch import cache, launches
-from megamoe.ops import arguments, calls, machines, operands, operators, tails
+from megamoe.ops import arguments, calls, groups, machines, operands, operators
 from megamoe.ops.groups import Groups
 from megamoe.testing.compare import same_bits
 
@@ -73,8 +73,8 @@ def on_fibers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         (calls, "allocator", lambda on_gpu: launches.allocator(False)),
         (operators, "machine_of", lambda device, variant: gpu),
         (operands, "kernels_for", lambda x, formulas: quantize),
-        *((o, "on_hopper", lambda t: True) for o in (tails, cache)),
-        *((o, "fused_kernels", lambda: quantize) for o in (tails, cache)),
+        *((o, "on_hopper", lambda t: True) for o in (groups, cache)),
+        *((o, "fused_kernels", lambda: quantize) for o in (groups, cache)),
         (torch.Tensor, "is_cuda", True),
         *((quantize, n, v) for n, v in (("_kernel", one_pass), ("Launcher", OnFibers))),
         (module, "replace_address", replace),

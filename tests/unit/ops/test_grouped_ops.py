@@ -23,9 +23,8 @@ from megamoe.formats.quantization import (
     quantize_blockwise,
 )
 from megamoe.ops import operators, reference
-from megamoe.ops.groups import Groups
+from megamoe.ops.groups import Groups, tails
 from megamoe.ops.scales import by_block, by_row
-from megamoe.ops.tails import tails
 from megamoe.testing.compare import compare
 
 OFFS = torch.tensor([4, 4, 11], dtype=torch.int32)
