@@ -42,12 +42,19 @@ def encode(
 
 def replace_address(tensor_map: int, base: int, device: int) -> None:
     """Let the map at an address be of memory elsewhere."""
-    given = ctypes.c_void_p(tensor_map), ctypes.c_void_p(base)
-    status = _driver().cuTensorMapReplaceAddress(*given)
+    replace = _replace()
+    status = replace(tensor_map, base)
     if status and use_device(device):  # a new thread: it had no context
-        status = _driver().cuTensorMapReplaceAddress(*given)
+        status = replace(tensor_map, base)
     if status:
         check((driver.CUresult(status),))
+
+
+@lru_cache(maxsize=1)
+def _replace() -> Any:
+    call = _driver().cuTensorMapReplaceAddress
+    call.argtypes = ctypes.c_void_p, ctypes.c_void_p
+    return call
 
 
 @lru_cache(maxsize=4096)

@@ -77,7 +77,7 @@ class Gemm:
         b = _matrices(matrices, HALF) if by_k(w) else _matrices(matrices.transpose(2, 3))
         planes = 1 if act is None or self.interleaved else act.planes
         places = [
-            *_maps(0, gemm.a, _rows(x)),
+            Place(0, gemm.a[0], *_rows(x)),
             Place(1, gemm.b, b),
             *_maps(2, gemm.out, _ragged(self.out, 1 if h is None else planes)),
             *_pointers(5, gemm, "a_scale", "b_scale", "bias", "out_scale"),
@@ -124,16 +124,15 @@ class Outer:
             Place(1, gemm.b, _matrices(self.b[None, None])),
             Place(2, gemm.a[1], *_rows(self.tails[0])),
             Place(3, own.tails_b, _matrices(self.tails[1][None, None])),
-            *_maps(4, gemm.out, [_matrices(out.unsqueeze(1))]),
+            Place(4, gemm.out[0], _matrices(out.unsqueeze(1))),
             *_pointers(5, own, "ends"),
             *_pointers(6, gemm, "bias"),
         ]
 
 
 def _maps(tensor: int, fields: Any, maps: Sequence[Map]) -> list[Place]:
-    """Return the places of maps by plane; the last one stands for further planes."""
-    of = enumerate(fields)
-    return [Place(tensor, field, maps[min(i, len(maps) - 1)]) for i, field in of]
+    """Return the places of maps by plane."""
+    return [Place(tensor, fields[i], of) for i, of in enumerate(maps)]
 
 
 def _pointers(first: int, owner: Any, *names: str) -> list[Place]:

@@ -70,25 +70,25 @@ class Plan:
         self._live = [None] * len(self._live)
         return found
 
-    def repeat(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    @property
+    def blocks(self) -> list[Any]:
+        return [block for block, _ in self._launches]
+
+    def repeat(self, given: tuple[Any, ...]) -> Any:
         """Do it again with other arguments of the same geometry."""
-        if not self.complete:
-            recording.blocks = iter([block for block, _ in self._launches])
-            return function(*args, **options)
-        device = self._device
+        device, plans = self._device, recording.plans
         with launch_lock, on_device(device):
-            tensors: list[Any] = [*args, *options.values(), *self._live]
-            new = allocator(device.type == "cuda")
+            tensors, new = [*given, *self._live], allocator(device.type == "cuda")
             for i, (shape, strides, dtype, zeros) in self._made:
                 tensors[i] = t = new(shape, strides, dtype)
                 if zeros:
                     t.zero_()
-                if recording.plans:
+                if plans:
                     made(t, zeros)
             for block, places in self._launches:
                 of = [0 if p is None else tensors[p[0]].data_ptr() + p[1] for p in places]
                 block.launch(of, current_stream_handle(device.index))
-                for plan in recording.plans:
+                for plan in plans:
                     plan.launched(block, of)
         if self._results is None:
             return None
@@ -121,15 +121,17 @@ def repeats(function: F, seen: bool = False) -> F:
             known, plan = key in _plans, _plans.get(key)
         except TypeError:  # an argument of a wrong type, which the checks name
             known, plan, key = False, None, None
+        plain = seen or not records([t for t in given if isinstance(t, Tensor)])
+        if plain and plan is not None and plan.complete:
+            return plan.repeat(given)
         before = recording.known, recording.blocks
-        recording.known, recording.blocks = known, iter(())
+        blocks = plan.blocks if plain and plan is not None else ()
+        recording.known, recording.blocks = known, iter(blocks)
         try:
-            if key is None or (not seen and records([t for t in given if isinstance(t, Tensor)])):
-                found = function(*args, **options)
-            elif plan is not None:
-                return plan.repeat(function, *args, **options)
-            else:
+            if plain and key is not None and plan is None:
                 found = (plan := Plan(given)).record(function, *args, **options)
+            else:
+                found = function(*args, **options)
         finally:
             recording.known, recording.blocks = before
         if len(_plans) == MAX_KNOWN:
