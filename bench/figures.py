@@ -28,7 +28,7 @@ H100, H200 = "2026-11-25-565007b-h100.csv", "2026-11-26-31d8be9-h200.csv"
 SPUN, PRINTED = "2026-11-26-31d8be9-hosts-spin.csv", "printed.csv"
 LOOP, E4M3 = "2026-11-27-43b46f1-loop.csv", "2026-11-28-ca7e45d-e4m3.csv"
 FEW_TOKENS = "2026-11-28-582780f-few.csv"
-FP4, OPS = "2026-11-24-9f14869-fp4.csv", "2026-11-28-919eb42-ops.csv"
+FP4, OPS = "2026-11-24-9f14869-fp4.csv", "2026-11-28-fad940d-ops.csv"
 FORWARD, BACKWARD = "2026-11-23-8d5c926-shapes.csv", "2026-11-23-e841b3a-backward-shapes.csv"
 
 MODELS = {
