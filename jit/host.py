@@ -14,12 +14,10 @@ from megamoe.jit import cache, paths
 from megamoe.jit.grouped import GroupedVariant
 from megamoe.jit.source import Variant
 
-# -O1 compiles in 2.6 s where -O2 takes 3.9, and what it makes runs 5 to 20 % longer: the tensor cores' loops name their
-# vectors themselves (csrc/fibers/wgmma.h) and pick the widest instructions at run time. Hidden symbols and no unique
-# ones: each shared object has its own machine. Without float contraction, x * y + z rounds twice on every host.
+# Hidden symbols and no unique ones: each shared object has its own machine. Without float contraction, x * y + z rounds
+# twice on every host.
 FLAGS = (
     "-std=c++20",
-    "-O1",
     "-fPIC",
     "-shared",
     "-fvisibility=hidden",
@@ -27,10 +25,13 @@ FLAGS = (
     "-fno-strict-aliasing",
     "-ffp-contract=off",
     "-DMEGAMOE_EMULATE",
-    "-DFIBERS_LINKED",
 )
-# What each kernel is linked to instead of compiling it, a third of 3.3 s.
-MACHINE = '#undef FIBERS_LINKED\n#define FIBERS_COMPILED\n#include "fibers/launch.h"\n'
+# A kernel compiles in 0.9 s where -O1 takes 1.4, and runs 5 % longer: most of the time is the machine's.
+KERNEL_FLAGS = (*FLAGS, "-Og", "-finline-functions-called-once")
+# The machine, compiled once and linked to each kernel. Its loops name their vectors themselves (csrc/fibers/wgmma.h)
+# and pick the widest instructions at run time.
+MACHINE = '#define FIBERS_COMPILED\n#include "fibers/launch.h"\n'
+MACHINE_FLAGS = (*FLAGS, "-O2", "-c")
 
 STANDARD = "".join(f"#include <{h}>\n" for h in ("algorithm", "cmath", "mutex", "string", "vector"))
 
@@ -57,10 +58,10 @@ def _precompiled(compiler: str, version: str, directory: Path | None) -> str:
     def build(result: Path) -> dict[str, Any]:
         text = result.with_suffix("")
         text.write_text(STANDARD)
-        _run([compiler, *FLAGS, "-x", "c++-header", str(text), "-o", str(result)])
+        _run([compiler, *KERNEL_FLAGS, "-x", "c++-header", str(text), "-o", str(result)])
         return {"compiler": version}
 
-    key = hashlib.sha256("\0".join((STANDARD, version, *FLAGS)).encode()).hexdigest()[:32]
+    key = hashlib.sha256("\0".join((STANDARD, version, *KERNEL_FLAGS)).encode()).hexdigest()[:32]
     header = cache.fetch(key, ".h.gch", build, directory)[0].with_suffix("")
     if not header.exists():  # what g++ reads where it rejects the other
         header.write_text(STANDARD)
@@ -70,25 +71,23 @@ def _precompiled(compiler: str, version: str, directory: Path | None) -> str:
 def build_source(source: str, flags: tuple[str, ...] = (), directory: Path | None = None) -> Path:
     """Compile a translation unit for the emulated machine; return the shared object, from the cache if it is there.
 
-    flags: in addition to FLAGS.
+    flags: in addition to KERNEL_FLAGS.
     """
     compiler, version = _compiler()
-    all_flags = (*FLAGS, *flags)
 
-    def made(source: str, suffix: str) -> Path:
+    def made(source: str, suffix: str, flags: tuple[str, ...], root: Path) -> Path:
         def build(result: Path) -> dict[str, Any]:
-            header = _precompiled(compiler, version, directory)
-            command = [compiler, *all_flags, "-include", header, "-I", str(paths.CSRC)]
-            command += ["-x", "c++", "-", "-o", str(result)]
-            linked = ["-c"] if suffix == ".o" else ["-x", "none", str(made(MACHINE, ".o"))]
-            _run([*command, *linked], source)
+            command = [compiler, *flags, "-I", str(paths.CSRC)]
+            if suffix == ".so":
+                machine = made(MACHINE, ".o", MACHINE_FLAGS, root / "fibers")
+                command += [str(machine), "-include", _precompiled(compiler, version, directory)]
+            _run([*command, "-x", "c++", "-", "-o", str(result)], source)
             return {"compiler": version}
 
-        root = paths.CSRC / "fibers" if suffix == ".o" else paths.CSRC
-        key = cache.content_key(source, csrc=root, flags=all_flags, compiler=version)
+        key = cache.content_key(source, csrc=root, flags=flags, compiler=version)
         return cache.fetch(key, suffix, build, directory)[0]
 
-    return made(source, ".so")
+    return made(source, ".so", (*KERNEL_FLAGS, *flags), paths.CSRC)
 
 
 def build_host(variant: Variant | GroupedVariant, directory: Path | None = None) -> Path:

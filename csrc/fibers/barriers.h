@@ -10,9 +10,8 @@
 namespace fibers {
 
 struct Mbarrier {
-    static constexpr int32_t max_tx_bytes = (1 << 20) - 1;  // PTX ISA, "mbarrier object"
-    static constexpr uint32_t max_arrivals =
-        (1 << 15) - 1;  // the device's limit is higher, no CTA needs that
+    static constexpr int32_t max_tx_bytes = (1 << 20) - 1;   // PTX ISA, "mbarrier object"
+    static constexpr uint32_t max_arrivals = (1 << 15) - 1;  // the device has more, no CTA needs them
     // Shared memory starts as all ones, so an uninitialised barrier is noticed: its counts are beyond the
     // limit.
     int32_t tx_bytes;
@@ -27,8 +26,13 @@ struct Mbarrier {
 };
 static_assert(sizeof(Mbarrier) == 8);
 
+Cta& member_cta(int member, const char* what);
+Mbarrier* check_mbarrier(const Cta& cta, uint64_t* pointer, const char* what);
+void arrive(Cta& cta, uint64_t* pointer, uint32_t tx_bytes, const char* what);
+
+#if defined(FIBERS_COMPILED)
 // A CTA of the calling thread's cluster, which must not have exited: its shared memory would be gone.
-inline Cta& member_cta(int member, const char* what) {
+Cta& member_cta(int member, const char* what) {
     Cta& own = *current->cta;
     if (!own.has_cluster()) machine.fail("%s: %d CTAs do not make clusters of two", what, own.num_ctas);
     if (member < 0 || member >= cluster_ctas) machine.fail("%s: the cluster has no CTA %d", what, member);
@@ -37,14 +41,14 @@ inline Cta& member_cta(int member, const char* what) {
     return cta;
 }
 
-inline std::string describe_mbarrier(const void* pointer) {
+std::string describe_mbarrier(const void* pointer) {
     const auto* barrier = static_cast<const Mbarrier*>(pointer);
     if (!barrier->is_valid()) return "not initialised";
     return text("phase %d, %d of %d arrivals and %d bytes missing", int(barrier->phase()),
                 int(barrier->pending()), int(barrier->expected), barrier->tx_bytes);
 }
 
-inline Mbarrier* check_mbarrier(const Cta& cta, uint64_t* pointer, const char* what) {
+Mbarrier* check_mbarrier(const Cta& cta, uint64_t* pointer, const char* what) {
     check_shared(cta, pointer, 8, 8, what);
     auto* barrier = reinterpret_cast<Mbarrier*>(pointer);
     if (!barrier->is_valid())
@@ -54,7 +58,7 @@ inline Mbarrier* check_mbarrier(const Cta& cta, uint64_t* pointer, const char* w
 }
 
 // Flips the phase if nothing is missing, and wakes who waited for it.
-inline void complete_phase(Cta& cta, Mbarrier* barrier) {
+void complete_phase(Cta& cta, Mbarrier* barrier) {
     ++machine.progress;
     if (barrier->pending() != 0 || barrier->tx_bytes != 0) return;
     barrier->set(barrier->expected, barrier->phase() ^ 1u);
@@ -67,7 +71,7 @@ inline void complete_phase(Cta& cta, Mbarrier* barrier) {
     }
 }
 
-inline void arrive(Cta& cta, uint64_t* pointer, uint32_t tx_bytes, const char* what) {
+void arrive(Cta& cta, uint64_t* pointer, uint32_t tx_bytes, const char* what) {
     machine.preemption_point();
     Mbarrier* barrier = check_mbarrier(cta, pointer, what);
     if (barrier->pending() == 0)
@@ -81,11 +85,12 @@ inline void arrive(Cta& cta, uint64_t* pointer, uint32_t tx_bytes, const char* w
 }
 
 // Bytes of an asynchronous copy have landed. May precede the expect_tx of the same phase.
-inline void complete_tx(Cta& cta, uint64_t* pointer, uint32_t bytes) {
+void complete_tx(Cta& cta, uint64_t* pointer, uint32_t bytes) {
     auto* barrier = reinterpret_cast<Mbarrier*>(pointer);
     barrier->tx_bytes -= static_cast<int32_t>(bytes);
     complete_phase(cta, barrier);
 }
+#endif
 
 }  // namespace fibers
 
@@ -98,15 +103,12 @@ inline V* in_member(V* p, int member) {
     return reinterpret_cast<V*>(cta.shared + offset);
 }
 
-inline void mbar_init(uint64_t* bar, uint32_t arrivals) {
-    check_shared(*current->cta, bar, 8, 8, "mbar_init");
-    if (arrivals == 0 || arrivals > Mbarrier::max_arrivals) machine.fail("mbar_init: %u arrivals", arrivals);
-    Mbarrier barrier{0, static_cast<uint16_t>(arrivals), 0};
-    barrier.set(arrivals, 0);
-    memcpy(bar, &barrier, 8);
-}
+void mbar_init(uint64_t* bar, uint32_t arrivals);
+Mbarrier* look_at(uint64_t* bar, uint32_t parity, const char* what);
+void mbar_wait(uint64_t* bar, uint32_t parity);
+void named_sync(int id, int num_threads);
+void cluster_sync();
 inline void mbar_fence_init() {}
-
 inline void mbar_arrive(uint64_t* bar) { arrive(*current->cta, bar, 0, "mbar_arrive"); }
 inline void mbar_arrive_at(uint64_t* bar, int member) {
     arrive(member_cta(member, "mbar_arrive_at"), in_member(bar, member), 0, "mbar_arrive_at");
@@ -125,17 +127,27 @@ inline void mbar_expect_tx(uint64_t* bar, uint32_t bytes) {
 inline void mbar_arrive_expect_tx(uint64_t* bar, uint32_t bytes) {
     arrive(*current->cta, bar, bytes, "mbar_arrive_expect_tx");
 }
+inline bool mbar_test(uint64_t* bar, uint32_t parity) {
+    return look_at(bar, parity, "mbar_test")->phase() != parity;
+}
+inline void mbar_wait_cluster(uint64_t* bar, uint32_t parity) { mbar_wait(bar, parity); }
 
-inline Mbarrier* look_at(uint64_t* bar, uint32_t parity, const char* what) {
+#if defined(FIBERS_COMPILED)
+void mbar_init(uint64_t* bar, uint32_t arrivals) {
+    check_shared(*current->cta, bar, 8, 8, "mbar_init");
+    if (arrivals == 0 || arrivals > Mbarrier::max_arrivals) machine.fail("mbar_init: %u arrivals", arrivals);
+    Mbarrier barrier{0, static_cast<uint16_t>(arrivals), 0};
+    barrier.set(arrivals, 0);
+    memcpy(bar, &barrier, 8);
+}
+
+Mbarrier* look_at(uint64_t* bar, uint32_t parity, const char* what) {
     machine.preemption_point();
     Mbarrier* barrier = check_mbarrier(*current->cta, bar, what);
     if (parity > 1) machine.fail("%s: parity %u", what, parity);
     return barrier;
 }
-inline bool mbar_test(uint64_t* bar, uint32_t parity) {
-    return look_at(bar, parity, "mbar_test")->phase() != parity;
-}
-inline void mbar_wait(uint64_t* bar, uint32_t parity) {
+void mbar_wait(uint64_t* bar, uint32_t parity) {
     Mbarrier* barrier = look_at(bar, parity, "mbar_wait");
     if (barrier->phase() != parity) return;
     Fiber* self = current;
@@ -153,10 +165,9 @@ inline void mbar_wait(uint64_t* bar, uint32_t parity) {
             "mbar_wait at shared +%td: the next phase completed too before this thread saw the first",
             reinterpret_cast<uint8_t*>(bar) - self->cta->shared);
 }
-inline void mbar_wait_cluster(uint64_t* bar, uint32_t parity) { mbar_wait(bar, parity); }
 
 // Both barriers are .aligned on the machine: a lane that strays from its warp is an error.
-inline void named_sync(int id, int num_threads) {
+void named_sync(int id, int num_threads) {
     warp_rendezvous(WarpOperation::named_sync);
     machine.preemption_point();
     Cta& cta = *current->cta;
@@ -178,7 +189,7 @@ inline void named_sync(int id, int num_threads) {
     barrier.blocked.push(current);
     machine.block(Waiting::named_barrier);
 }
-inline void cluster_sync() {
+void cluster_sync() {
     warp_rendezvous(WarpOperation::cluster_sync);
     machine.preemption_point();
     Cta& first = member_cta(0, "cluster_sync");
@@ -191,5 +202,6 @@ inline void cluster_sync() {
     first.cluster.blocked.push(current);
     machine.block(Waiting::cluster);
 }
+#endif
 
 }  // namespace fibers::ops

@@ -11,37 +11,19 @@
 #include <cstdint>
 #include <vector>
 
-// Of what is compiled once and linked to each kernel, whose own unit defines FIBERS_LINKED.
-#if defined(FIBERS_COMPILED)
-#define FIBERS_ONCE
-#else
-#define FIBERS_ONCE inline
-#endif
 #if !defined(__x86_64__)
 #include <ucontext.h>
-#endif
-#if defined(__SANITIZE_ADDRESS__)
-#include <sanitizer/common_interface_defs.h>
 #endif
 
 namespace fibers {
 
-#if defined(__SANITIZE_ADDRESS__)
-constexpr size_t stack_bytes = 256 * 1024;
-#else
 constexpr size_t stack_bytes = 64 * 1024;
-#endif
 
 struct Context {
 #if defined(__x86_64__)
     void* stack_pointer = nullptr;
 #else
     ucontext_t registers;
-#endif
-#if defined(__SANITIZE_ADDRESS__)
-    void* fake_stack = nullptr;
-    const void* bottom = nullptr;
-    size_t bytes = 0;
 #endif
 };
 
@@ -66,25 +48,14 @@ __attribute__((naked, noinline, noipa)) inline void switch_stack(void** /*save*/
 #endif
 
 inline void switch_context(Context& from, Context& to) {
-#if defined(__SANITIZE_ADDRESS__)
-    __sanitizer_start_switch_fiber(&from.fake_stack, to.bottom, to.bytes);
-#endif
 #if defined(__x86_64__)
     switch_stack(&from.stack_pointer, to.stack_pointer);
 #else
     swapcontext(&from.registers, &to.registers);
 #endif
-#if defined(__SANITIZE_ADDRESS__)
-    __sanitizer_finish_switch_fiber(from.fake_stack, nullptr, nullptr);
-#endif
 }
 
 inline void make_context(Context& context, uint8_t* bottom, size_t bytes, void (*entry)()) {
-#if defined(__SANITIZE_ADDRESS__)
-    context.fake_stack = nullptr;
-    context.bottom = bottom;
-    context.bytes = bytes;
-#endif
 #if defined(__x86_64__)
     // What switch_stack pops: six registers, the return address; then a null return address for unwinders.
     // After `ret` the stack pointer must be 8 modulo 16, as after a call.

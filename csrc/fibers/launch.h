@@ -11,15 +11,25 @@
 
 namespace fibers {
 
-constexpr size_t red_zone_bytes =
-    1024;  // behind each CTA's shared memory; ordinary stores past its end are noticed there
+// What a launch needs to know; `arguments` has one address a rank, for kernel().
+struct Launch {
+    void (*kernel)(const void* arguments);
+    std::vector<const void*> arguments;
+    int num_ctas, threads;
+    size_t smem_bytes;
+    uint64_t seed;
+    uint64_t timeout_ns;  // of the longest polling loop in the program
+};
+Status run(const Launch& launch, std::string* report);
+
+#if defined(FIBERS_COMPILED)
+constexpr size_t red_zone_bytes = 1024;  // behind each CTA's shared memory: a store there is noticed
 // What each thread of a launch begins with. A warpgroup can have no more than what others have given back of
 // these: of 384 threads 168 each, which is less than all 65536 of an SM.
-inline int first_registers(int threads) { return std::min(255, 65536 / threads / 8 * 8); }
+int first_registers(int threads) { return std::min(255, 65536 / threads / 8 * 8); }
 
-#if !defined(FIBERS_LINKED)
 // What a thread must not leave behind.
-FIBERS_ONCE void check_finished(Fiber* fiber) {
+void check_finished(Fiber* fiber) {
     Cta& cta = *fiber->cta;
     Warpgroup& group = cta.warpgroup(fiber);
     if (fiber->wgmma_issued != group.executed) machine.fail("the thread exits with wgmma in flight");
@@ -46,7 +56,6 @@ FIBERS_ONCE void check_finished(Fiber* fiber) {
         if (!store.early_write) write_destination(store);
     cta.stores.clear();
 }
-#endif
 
 // Shared memory of all CTAs, kept between launches.
 class SharedPool {
@@ -65,21 +74,10 @@ class SharedPool {
     uint8_t* memory_ = nullptr;
     size_t bytes_ = 0;
 };
-FIBERS_GLOBAL SharedPool shared_pool;
-FIBERS_GLOBAL std::mutex launch_mutex;
+SharedPool shared_pool;
+std::mutex launch_mutex;
 
-// What a launch needs to know; `arguments` has one address a rank, for kernel().
-struct Launch {
-    void (*kernel)(const void* arguments);
-    std::vector<const void*> arguments;
-    int num_ctas, threads;
-    size_t smem_bytes;
-    uint64_t seed;
-    uint64_t timeout_ns;  // of the longest polling loop in the program
-};
-
-#if !defined(FIBERS_LINKED)
-FIBERS_ONCE Status run(const Launch& launch, std::string* report) {
+Status run(const Launch& launch, std::string* report) {
     std::lock_guard<std::mutex> lock(launch_mutex);
     int num_ctas = launch.num_ctas, threads = launch.threads;
     size_t pitch = (launch.smem_bytes + red_zone_bytes + 1023) / 1024 * 1024;
@@ -108,8 +106,6 @@ FIBERS_ONCE Status run(const Launch& launch, std::string* report) {
     *report = machine.report();
     return status;
 }
-#else
-Status run(const Launch& launch, std::string* report);
 #endif
 
 }  // namespace fibers

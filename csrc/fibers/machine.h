@@ -51,11 +51,8 @@ class ReadyQueue {
     size_t mask_ = 0, head_ = 0, tail_ = 0;
 };
 
-// Hidden: an inline variable is otherwise unique in the process, shared by all emulated kernels that it has
-// loaded.
-#define FIBERS_GLOBAL __attribute__((visibility("hidden"))) inline
-
-FIBERS_GLOBAL Fiber* current = nullptr;
+// Hidden: each emulated kernel that a process has loaded has its own.
+extern __attribute__((visibility("hidden"))) Fiber* current;
 
 class Machine {
   public:
@@ -146,20 +143,10 @@ class Machine {
 
     [[noreturn]] void fail(const char* format, ...) __attribute__((format(printf, 2, 3)));
     // Keeps the program's own message, and who waits for what, the first time; the launch goes on.
-    void note(const std::string& what) {
-        if (report_.empty()) report_ = what + "\n" + describe_waits();
-    }
+    void note(const char* format, ...) __attribute__((format(printf, 2, 3)));
 
   private:
-    void leave() {
-        Fiber* self = current;
-        if (static_cast<uint8_t*>(__builtin_frame_address(0)) < self->lowest_stack && status_ == Status::ok)
-            fail("the fiber's stack of %zu bytes overflows", stack_bytes);
-        Fiber* next = pick();
-        if (next == self) return;
-        current = next;
-        switch_context(self->context, next ? next->context : scheduler_);
-    }
+    void leave();
     // The fiber to run next; null: the round is over.
     Fiber* pick() {
         ++switches;
@@ -214,15 +201,35 @@ class Machine {
     std::string report_;
 };
 
-FIBERS_GLOBAL Machine machine;
+extern __attribute__((visibility("hidden"))) Machine machine;
 
 void land(Load& load);                       // tma.h
 std::string describe_mbarrier(const void*);  // barriers.h
 void check_finished(Fiber* fiber);           // launch.h
 
-#if !defined(FIBERS_LINKED)
+#if defined(FIBERS_COMPILED)
+Fiber* current = nullptr;
+Machine machine;
+
+void Machine::leave() {
+    Fiber* self = current;
+    if (static_cast<uint8_t*>(__builtin_frame_address(0)) < self->lowest_stack && status_ == Status::ok)
+        fail("the fiber's stack of %zu bytes overflows", stack_bytes);
+    Fiber* next = pick();
+    if (next == self) return;
+    current = next;
+    switch_context(self->context, next ? next->context : scheduler_);
+}
+
+void Machine::note(const char* format, ...) {
+    va_list arguments;
+    va_start(arguments, format);
+    if (report_.empty()) report_ = format_text(format, arguments) + "\n" + describe_waits();
+    va_end(arguments);
+}
+
 // Ends the launch. The fibers are abandoned where they are: kernel code owns nothing that needs a destructor.
-FIBERS_ONCE void Machine::fail(const char* format, ...) {
+void Machine::fail(const char* format, ...) {
     va_list arguments;
     va_start(arguments, format);
     std::string what = format_text(format, arguments);
@@ -237,10 +244,7 @@ FIBERS_ONCE void Machine::fail(const char* format, ...) {
     abort();  // unreachable
 }
 
-FIBERS_ONCE void Machine::entry() {
-#if defined(__SANITIZE_ADDRESS__)
-    __sanitizer_finish_switch_fiber(nullptr, nullptr, nullptr);
-#endif
+void Machine::entry() {
     machine.kernel_(current->cta->arguments);
     check_finished(current);
     ++machine.progress;
@@ -250,7 +254,7 @@ FIBERS_ONCE void Machine::entry() {
     abort();  // unreachable
 }
 
-FIBERS_ONCE void Machine::land_loads() {
+void Machine::land_loads() {
     for (size_t i = 0; i < loads.size();) {
         if (loads[i].due > round) {
             ++i;
@@ -264,9 +268,8 @@ FIBERS_ONCE void Machine::land_loads() {
     }
 }
 
-FIBERS_ONCE void Machine::test_flags() {
-    Fiber* late = nullptr;  // of those past their deadline only the first fails now: it raises the abort flag
-                            // for the others
+void Machine::test_flags() {
+    Fiber* late = nullptr;  // only the first past its deadline fails now: it raises the others' abort flag
     size_t kept = 0;
     for (Fiber* fiber : flag_waits_) {
         bool reached = flag_satisfied(fiber);
@@ -287,7 +290,7 @@ FIBERS_ONCE void Machine::test_flags() {
 }
 
 // After each round: moves the clock, finds deadlocks.
-FIBERS_ONCE Status Machine::watch() {
+Status Machine::watch() {
     if (progress != progress_seen_) {
         progress_seen_ = progress;
         meetings_seen_ = meetings;
@@ -319,8 +322,8 @@ FIBERS_ONCE Status Machine::watch() {
     return Status::ok;
 }
 
-FIBERS_ONCE Status Machine::run(void (*kernel)(const void*), std::vector<Cta>&& ctas_of_all_ranks,
-                                uint64_t seed, uint64_t timeout_ns) {
+Status Machine::run(void (*kernel)(const void*), std::vector<Cta>&& ctas_of_all_ranks, uint64_t seed,
+                    uint64_t timeout_ns) {
     timeout_ns_ = timeout_ns;
     ctas = std::move(ctas_of_all_ranks);
     loads.clear();
@@ -377,13 +380,8 @@ FIBERS_ONCE Status Machine::run(void (*kernel)(const void*), std::vector<Cta>&& 
     }
     return Status::ok;
 }
-#endif
 
-// ---- what the operations ask of shared memory
-
-// Checks that [pointer, +bytes) is inside a CTA's shared memory and aligned; the offset.
-inline size_t check_shared(const Cta& cta, const void* pointer, size_t bytes, size_t alignment,
-                           const char* what) {
+size_t check_shared(const Cta& cta, const void* pointer, size_t bytes, size_t alignment, const char* what) {
     ptrdiff_t offset = static_cast<const uint8_t*>(pointer) - cta.shared;
     if (offset < 0 || static_cast<size_t>(offset) + bytes > cta.shared_bytes)
         machine.fail("%s: %zu bytes at shared %+td are outside the CTA's %zu bytes", what, bytes, offset,
@@ -392,6 +390,12 @@ inline size_t check_shared(const Cta& cta, const void* pointer, size_t bytes, si
         machine.fail("%s: shared +%td is not a multiple of %zu", what, offset, alignment);
     return static_cast<size_t>(offset);
 }
+#endif
+
+// ---- what the operations ask of shared memory
+
+// Checks that [pointer, +bytes) is inside a CTA's shared memory and aligned; the offset.
+size_t check_shared(const Cta& cta, const void* pointer, size_t bytes, size_t alignment, const char* what);
 
 // The swizzle of rows of 128, 64 or 32 bytes: in each 1024, 512 or 256 bytes, the number of a 16-byte chunk
 // in its row is XORed with that of the 128 bytes that it lies in.

@@ -4,8 +4,20 @@
 
 namespace fibers {
 
-#if !defined(FIBERS_LINKED)
-FIBERS_ONCE std::string Machine::describe(const Fiber* fiber) const {
+// The enumerator at the end of a template's __PRETTY_FUNCTION__, or "?". Valid until the next call.
+const char* enumerator(const char* signature);
+
+#if defined(FIBERS_COMPILED)
+const char* enumerator(const char* signature) {
+    static std::string name;
+    name = signature;
+    size_t from = name.rfind("::"), to = name.find_first_of(";])", from);
+    bool named = from != std::string::npos && name[to] != ')';  // no number behind a cast
+    name = named ? name.substr(from + 2, to - from - 2) : "?";
+    return name.c_str();
+}
+
+std::string Machine::describe(const Fiber* fiber) const {
     Cta& cta = *fiber->cta;
     switch (fiber->waiting) {
         case Waiting::nothing:
@@ -33,7 +45,8 @@ FIBERS_ONCE std::string Machine::describe(const Fiber* fiber) const {
         case Waiting::warpgroup:
             return text("wgmma_wait: %d of %d threads", cta.warpgroup(fiber).arrived, warpgroup_size);
         case Waiting::flag:
-            return text("%s, index %u, peer %s: %s %u, now %u", fiber->what, fiber->numbers[0],
+            return text("flag %s, index %u, peer %s: %s %u, now %u", enumerator(fiber->what),
+                        fiber->numbers[0],
                         fiber->numbers[1] != no_peer ? text("%u", fiber->numbers[1]).c_str() : "-",
                         fiber->at_least ? "at least" : "equal", fiber->value,
                         *static_cast<const uint32_t*>(fiber->address));
@@ -42,7 +55,7 @@ FIBERS_ONCE std::string Machine::describe(const Fiber* fiber) const {
 }
 
 // For each CTA one line for each thing that somebody waits for; exited threads are left out.
-FIBERS_ONCE std::string Machine::describe_waits() const {
+std::string Machine::describe_waits() const {
     std::string result;
     for (const Cta& cta : ctas) {
         std::vector<std::pair<std::string, std::string>> groups;  // what, who

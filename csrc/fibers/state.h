@@ -181,18 +181,20 @@ struct Cta {
     Warpgroup& warpgroup(const Fiber* fiber) { return warpgroups[fiber->thread / warpgroup_size]; }
 };
 
-inline std::string format_text(const char* format, va_list arguments) {
+// Compiled once and linked to each kernel (jit/host.py), as in the other headers.
+#if defined(FIBERS_COMPILED)
+std::string format_text(const char* format, va_list arguments) {
     char text[1024];
     vsnprintf(text, sizeof(text), format, arguments);
     return text;
 }
-inline std::string text(const char* format, ...) __attribute__((format(printf, 1, 2)));
-inline std::string text(const char* format, ...) {
+__attribute__((format(printf, 1, 2))) std::string text(const char* format, ...) {
     va_list arguments;
     va_start(arguments, format);
     std::string result = format_text(format, arguments);
     va_end(arguments);
     return result;
 }
+#endif
 
 }  // namespace fibers

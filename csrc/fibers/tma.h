@@ -27,10 +27,16 @@ static_assert(sizeof(EmulatedTensorMap) == 128);
 
 constexpr uint8_t poison = 0xff;  // NaN in e4m3, bf16 and fp32
 
-// Bytes of a row of a box, and of the whole box.
-inline uint32_t row_bytes(const EmulatedTensorMap& map) { return map.box[0] * map.element_bytes; }
+const EmulatedTensorMap& check_map(const void* pointer, uint32_t rank, const char* what);
+void tensor_load(Cta& cta, void* s_dst, const void* map, uint64_t* bar, uint32_t rank, const int (&at)[4]);
+void tensor_load_both(void* s_dst, const void* map, uint64_t* bar, uint32_t rank, const int (&at)[4]);
+void tensor_store(const void* s_src, const void* map, uint32_t rank, const int (&at)[4], bool, const char*);
 
-inline const EmulatedTensorMap& check_map(const void* pointer, uint32_t rank, const char* what) {
+#if defined(FIBERS_COMPILED)
+// Bytes of a row of a box, and of the whole box.
+uint32_t row_bytes(const EmulatedTensorMap& map) { return map.box[0] * map.element_bytes; }
+
+const EmulatedTensorMap& check_map(const void* pointer, uint32_t rank, const char* what) {
     const auto& map = *static_cast<const EmulatedTensorMap*>(pointer);
     if (map.mark != EmulatedTensorMap::valid_mark) machine.fail("%s: this is no tensor map", what);
     if (map.rank != rank) machine.fail("%s: the tensor map has %u dimensions", what, map.rank);
@@ -47,7 +53,7 @@ inline const EmulatedTensorMap& check_map(const void* pointer, uint32_t rank, co
     return map;
 }
 
-inline uint32_t box_bytes(const EmulatedTensorMap& map) {
+uint32_t box_bytes(const EmulatedTensorMap& map) {
     uint32_t rows = 1;
     for (uint32_t d = 1; d < map.rank; ++d) rows *= map.box[d];
     return rows * row_bytes(map);
@@ -56,7 +62,7 @@ inline uint32_t box_bytes(const EmulatedTensorMap& map) {
 // Calls visit(row of the box, its address or null when out of bounds, bytes in bounds), rows in the order of
 // shared memory.
 template <class Visit>
-inline void for_each_row(const EmulatedTensorMap& map, const int (&at)[4], Visit visit) {
+void for_each_row(const EmulatedTensorMap& map, const int (&at)[4], Visit visit) {
     auto in_bounds = [&](uint32_t d, int64_t i) { return i >= 0 && static_cast<uint64_t>(i) < map.dims[d]; };
     int64_t columns = std::min<int64_t>(int64_t(map.dims[0]) - at[0], map.box[0]);
     if (at[0] < 0) columns = 0;  // the tiles of this kernel never start left of the tensor
@@ -78,9 +84,8 @@ inline void for_each_row(const EmulatedTensorMap& map, const int (&at)[4], Visit
             }
 }
 
-#if !defined(FIBERS_LINKED)
 // A box from global memory, unswizzled; zeros where it is out of bounds.
-inline void gather_box(const EmulatedTensorMap& map, const int (&at)[4], uint8_t* out) {
+void gather_box(const EmulatedTensorMap& map, const int (&at)[4], uint8_t* out) {
     for_each_row(map, at, [&](uint32_t row, const uint8_t* address, uint32_t bytes) {
         uint8_t* to = out + row * row_bytes(map);
         if (bytes) memcpy(to, address, bytes);
@@ -89,7 +94,7 @@ inline void gather_box(const EmulatedTensorMap& map, const int (&at)[4], uint8_t
 }
 // What a reduction does to elements of 2 bytes (bf16, rounded to nearest even) and 4 (fp32, subnormals
 // flushed).
-inline void add_elements(uint8_t* to, const uint8_t* from, uint32_t bytes, uint32_t element_bytes) {
+void add_elements(uint8_t* to, const uint8_t* from, uint32_t bytes, uint32_t element_bytes) {
     for (uint32_t i = 0; i < bytes; i += element_bytes) {
         if (element_bytes == 2) {
             uint16_t a, b;
@@ -106,7 +111,7 @@ inline void add_elements(uint8_t* to, const uint8_t* from, uint32_t bytes, uint3
         }
     }
 }
-FIBERS_ONCE void scatter_box(const EmulatedTensorMap& map, const int (&at)[4], const uint8_t* in, bool adds) {
+void scatter_box(const EmulatedTensorMap& map, const int (&at)[4], const uint8_t* in, bool adds) {
     for_each_row(map, at, [&](uint32_t row, uint8_t* address, uint32_t bytes) {
         if (bytes && adds)
             add_elements(address, in + row * row_bytes(map), bytes, map.element_bytes);
@@ -114,8 +119,8 @@ FIBERS_ONCE void scatter_box(const EmulatedTensorMap& map, const int (&at)[4], c
             memcpy(address, in + row * row_bytes(map), bytes);
     });
 }
-FIBERS_ONCE void copy_swizzled(uint8_t* shared_base, size_t offset, uint8_t* plain, size_t bytes, size_t row,
-                               bool to_shared) {
+void copy_swizzled(uint8_t* shared_base, size_t offset, uint8_t* plain, size_t bytes, size_t row,
+                   bool to_shared) {
     for (size_t i = 0; i < bytes; i += 16) {
         uint8_t* chunk = shared_base + swizzle(offset + i, row);
         if (to_shared)
@@ -125,7 +130,7 @@ FIBERS_ONCE void copy_swizzled(uint8_t* shared_base, size_t offset, uint8_t* pla
     }
 }
 
-inline void read_source(Load& load) {
+void read_source(Load& load) {
     load.data.resize(load.bytes);
     if (load.map)
         gather_box(*static_cast<const EmulatedTensorMap*>(load.map), load.coordinates, load.data.data());
@@ -133,7 +138,7 @@ inline void read_source(Load& load) {
         memcpy(load.data.data(), load.source, load.bytes);
 }
 
-FIBERS_ONCE void land(Load& load) {
+void land(Load& load) {
     if (load.data.empty()) read_source(load);
     Cta& cta = *load.cta;
     if (load.map)
@@ -145,7 +150,7 @@ FIBERS_ONCE void land(Load& load) {
     complete_tx(cta, load.barrier, load.bytes);
 }
 
-FIBERS_ONCE void issue(Load&& load, const char* what) {
+void issue(Load&& load, const char* what) {
     check_mbarrier(*load.cta, load.barrier, what);
     load.due = machine.round + 1 + machine.delay();
     memset(load.destination, poison, load.bytes);
@@ -154,16 +159,10 @@ FIBERS_ONCE void issue(Load&& load, const char* what) {
     ++machine.progress;
     machine.loads.push_back(std::move(load));
 }
-#else
-void issue(Load&& load, const char* what);
-void scatter_box(const EmulatedTensorMap& map, const int (&at)[4], const uint8_t* in, bool adds);
-void copy_swizzled(uint8_t* shared_base, size_t offset, uint8_t* plain, size_t bytes, size_t row,
-                   bool to_shared);
-#endif
 
 // A map may have two dimensions with one distance, so that a box ends where a box of one of them would not.
 // Stores clip; loads through it were seen to touch memory outside of the tensor (H200, 2026-11-22).
-inline void check_apart(const EmulatedTensorMap& map) {
+void check_apart(const EmulatedTensorMap& map) {
     for (uint32_t d = 1; d + 1 < map.rank; ++d)
         for (uint32_t e = d + 1; e < map.rank; ++e)
             if (map.dims[d] > 1 && map.dims[e] > 1 && map.strides_bytes[d - 1] == map.strides_bytes[e - 1])
@@ -172,8 +171,8 @@ inline void check_apart(const EmulatedTensorMap& map) {
 }
 
 // Into the shared memory of `cta`, where s_dst and bar lie.
-inline void tensor_load(Cta& cta, void* s_dst, const void* pointer, uint64_t* bar, uint32_t rank,
-                        const int (&at)[4]) {
+void tensor_load(Cta& cta, void* s_dst, const void* pointer, uint64_t* bar, uint32_t rank,
+                 const int (&at)[4]) {
     machine.preemption_point();
     const EmulatedTensorMap& map = check_map(pointer, rank, "tma_load");
     check_apart(map);
@@ -184,8 +183,7 @@ inline void tensor_load(Cta& cta, void* s_dst, const void* pointer, uint64_t* ba
     auto* to = static_cast<uint8_t*>(s_dst);
     issue(Load{&cta, to, bar, pointer, nullptr, {at[0], at[1], at[2], at[3]}, bytes, 0, {}}, "tma_load");
 }
-inline void tensor_load_both(void* s_dst, const void* pointer, uint64_t* bar, uint32_t rank,
-                             const int (&at)[4]) {
+void tensor_load_both(void* s_dst, const void* pointer, uint64_t* bar, uint32_t rank, const int (&at)[4]) {
     for (int member = 0; member < cluster_ctas; ++member) {
         Cta& cta = member_cta(member, "tma_load_both");
         tensor_load(cta, ops::in_member(static_cast<uint8_t*>(s_dst), member), pointer,
@@ -193,19 +191,19 @@ inline void tensor_load_both(void* s_dst, const void* pointer, uint64_t* bar, ui
     }
 }
 
-inline void read_source(Store& store) {
+void read_source(Store& store) {
     if (!store.data.empty()) return;
     Cta& cta = *store.owner->cta;
     store.data.resize(store.bytes);
     copy_swizzled(cta.shared, size_t(store.source - cta.shared), store.data.data(), store.bytes, 128, false);
 }
-inline void write_destination(const Store& store) {
+void write_destination(const Store& store) {
     scatter_box(*static_cast<const EmulatedTensorMap*>(store.map), store.coordinates, store.data.data(),
                 store.adds);
     ++machine.progress;
 }
-inline void tensor_store(const void* s_src, const void* pointer, uint32_t rank, const int (&at)[4], bool adds,
-                         const char* what) {
+void tensor_store(const void* s_src, const void* pointer, uint32_t rank, const int (&at)[4], bool adds,
+                  const char* what) {
     machine.preemption_point();
     const EmulatedTensorMap& map = check_map(pointer, rank, what);
     uint32_t bytes = box_bytes(map);
@@ -222,7 +220,7 @@ inline void tensor_store(const void* s_src, const void* pointer, uint32_t rank, 
     current->cta->stores.push_back(std::move(store));
 }
 template <class Do>
-inline bool for_each_store(Do act) {  // of the calling thread, committed
+bool for_each_store(Do act) {  // of the calling thread, committed
     bool any = false;
     for (Store& store : current->cta->stores)
         if (store.owner == current && store.committed) {
@@ -231,9 +229,10 @@ inline bool for_each_store(Do act) {  // of the calling thread, committed
         }
     return any;
 }
-inline void linger() {  // completion takes a while
+void linger() {  // completion takes a while
     for (uint32_t rounds = machine.delay(); rounds > 0; --rounds) machine.sleep();
 }
+#endif
 
 }  // namespace fibers
 
@@ -251,8 +250,32 @@ inline void tma_load_4d(void* s_dst, const void* map, uint64_t* bar, int c0, int
 inline void tma_load_4d_both(void* s_dst, const void* map, uint64_t* bar, int c0, int c1, int c2, int c3) {
     tensor_load_both(s_dst, map, bar, 4, {c0, c1, c2, c3});
 }
+inline void tma_store_2d(const void* map, const void* s_src, int c0, int c1) {
+    tensor_store(s_src, map, 2, {c0, c1, 0, 0}, false, "tma_store_2d");
+}
+inline void tma_store_4d(const void* map, const void* s_src, int c0, int c1, int c2, int c3) {
+    tensor_store(s_src, map, 4, {c0, c1, c2, c3}, false, "tma_store_4d");
+}
+inline void tma_reduce_add_4d(const void* map, const void* s_src, int c0, int c1, int c2, int c3) {
+    tensor_store(s_src, map, 4, {c0, c1, c2, c3}, true, "tma_reduce_add_4d");
+}
+inline void tma_prefetch_4d(const void* map, int, int, int, int) {
+    machine.preemption_point();
+    check_map(map, 4, "tma_prefetch_4d");
+}
+inline void bulk_commit() {
+    for (Store& store : current->cta->stores)
+        if (store.owner == current) store.committed = true;
+}
+inline void fence_proxy_async_shared() {}
+void bulk_load(void* s_dst, const void* g_src, uint32_t bytes, uint64_t* bar);
+void copy_async(void* s_dst, const void* g_src, bool exists);
+void copies_wait();
+void bulk_wait_read();
+void bulk_wait();
 
-inline void bulk_load(void* s_dst, const void* g_src, uint32_t bytes, uint64_t* bar) {
+#if defined(FIBERS_COMPILED)
+void bulk_load(void* s_dst, const void* g_src, uint32_t bytes, uint64_t* bar) {
     machine.preemption_point();
     Cta& cta = *current->cta;
     check_shared(cta, s_dst, bytes, 16, "bulk_load");
@@ -261,7 +284,7 @@ inline void bulk_load(void* s_dst, const void* g_src, uint32_t bytes, uint64_t* 
     issue(Load{&cta, static_cast<uint8_t*>(s_dst), bar, nullptr, g_src, {}, bytes, 0, {}}, "bulk_load");
 }
 
-inline void copy_async(void* s_dst, const void* g_src, bool exists) {
+void copy_async(void* s_dst, const void* g_src, bool exists) {
     machine.preemption_point();
     check_shared(*current->cta, s_dst, 16, 16, "copy_async");
     if (reinterpret_cast<uintptr_t>(g_src) % 16)
@@ -270,7 +293,7 @@ inline void copy_async(void* s_dst, const void* g_src, bool exists) {
     auto* destination = static_cast<uint8_t*>(s_dst);
     current->cta->copies.push_back(Copy{current, destination, exists ? g_src : nullptr});
 }
-inline void copies_wait() {
+void copies_wait() {
     machine.preemption_point();
     std::erase_if(current->cta->copies, [](const Copy& copy) {
         if (copy.owner != current) return false;
@@ -283,27 +306,7 @@ inline void copies_wait() {
     });
 }
 
-inline void tma_store_2d(const void* map, const void* s_src, int c0, int c1) {
-    tensor_store(s_src, map, 2, {c0, c1, 0, 0}, false, "tma_store_2d");
-}
-inline void tma_store_4d(const void* map, const void* s_src, int c0, int c1, int c2, int c3) {
-    tensor_store(s_src, map, 4, {c0, c1, c2, c3}, false, "tma_store_4d");
-}
-inline void tma_reduce_add_4d(const void* map, const void* s_src, int c0, int c1, int c2, int c3) {
-    tensor_store(s_src, map, 4, {c0, c1, c2, c3}, true, "tma_reduce_add_4d");
-}
-
-inline void tma_prefetch_4d(const void* map, int, int, int, int) {
-    machine.preemption_point();
-    check_map(map, 4, "tma_prefetch_4d");
-}
-
-inline void bulk_commit() {
-    for (Store& store : current->cta->stores)
-        if (store.owner == current) store.committed = true;
-}
-
-inline void bulk_wait_read() {
+void bulk_wait_read() {
     if (!for_each_store([](Store&) {})) return;
     linger();
     for_each_store([](Store& store) {
@@ -315,7 +318,7 @@ inline void bulk_wait_read() {
     });
 }
 
-inline void bulk_wait() {
+void bulk_wait() {
     bulk_wait_read();
     if (!for_each_store([](Store&) {})) return;
     linger();
@@ -327,7 +330,6 @@ inline void bulk_wait() {
                                 [](const Store& store) { return store.owner == current && store.committed; }),
                  stores.end());
 }
-
-inline void fence_proxy_async_shared() {}
+#endif
 
 }  // namespace fibers::ops

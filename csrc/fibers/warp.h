@@ -5,7 +5,11 @@
 
 namespace fibers {
 
-inline void finish_warp_operation(Warp& warp) {
+uint32_t warp_rendezvous(WarpOperation operation, uint32_t operand = 0, int parameter = 0);
+void set_registers(int registers);
+
+#if defined(FIBERS_COMPILED)
+void finish_warp_operation(Warp& warp) {
     switch (warp.operation) {
         case WarpOperation::sync:
         case WarpOperation::named_sync:
@@ -37,7 +41,7 @@ inline void finish_warp_operation(Warp& warp) {
     }
 }
 
-inline uint32_t warp_rendezvous(WarpOperation operation, uint32_t operand = 0, int parameter = 0) {
+uint32_t warp_rendezvous(WarpOperation operation, uint32_t operand, int parameter) {
     Fiber* self = current;
     Warp& warp = self->cta->warp(self);
     int lane = self->lane();
@@ -61,7 +65,7 @@ inline uint32_t warp_rendezvous(WarpOperation operation, uint32_t operand = 0, i
     return warp.result[lane];
 }
 
-inline Warpgroup& whole_warpgroup(const char* operation) {
+Warpgroup& whole_warpgroup(const char* operation) {
     Cta& cta = *current->cta;
     if (current->thread / warpgroup_size * warpgroup_size + warpgroup_size > cta.threads)
         machine.fail("%s: not in a whole warpgroup", operation);
@@ -70,7 +74,7 @@ inline Warpgroup& whole_warpgroup(const char* operation) {
 
 // All 128 threads of a warpgroup meet; true for the last, which does the common work and then calls
 // release_warpgroup().
-inline bool meet_at_wgmma_wait(int pending) {
+bool meet_at_wgmma_wait(int pending) {
     Warpgroup& group = whole_warpgroup("wgmma_wait");
     if (group.arrived == 0) group.pending = pending;
     if (group.pending != pending)
@@ -81,7 +85,7 @@ inline bool meet_at_wgmma_wait(int pending) {
     machine.block(Waiting::warpgroup);
     return false;
 }
-inline void release_warpgroup() {
+void release_warpgroup() {
     Warpgroup& group = current->cta->warpgroup(current);
     group.arrived = 0;
     machine.wake(group.blocked);
@@ -90,7 +94,7 @@ inline void release_warpgroup() {
 // Nothing to move; the sum is checked when the CTA ends (launch.h): 64 K registers an SM. PTX ISA,
 // setmaxnreg: all warps of a warpgroup execute it, and have synchronised before the next one; it is no
 // barrier itself.
-inline void set_registers(int registers) {
+void set_registers(int registers) {
     warp_rendezvous(WarpOperation::setmaxnreg);
     machine.preemption_point();
     if (current->lane() != 0) return;
@@ -106,6 +110,7 @@ inline void set_registers(int registers) {
                      group.registers);
     group.registers = registers;
 }
+#endif
 
 }  // namespace fibers
 

@@ -14,15 +14,19 @@ constexpr int tile_m = 64, max_tile_n = 256;
 constexpr int mma_k_bytes = 32, mma_mn_columns = 64;
 constexpr uint32_t max_wgmma_in_flight = 64;
 
+Operand check_operand(Operand operand, int rows, Major major, const char* what);
+void issue_wgmma(float*, int n, const Operand& a, const uint32_t*, const Operand& b, bool is_e4m3, bool);
+void wgmma_wait(int pending);
+
+#if defined(FIBERS_COMPILED)
 // Decoded operands: a[m][k], and of n columns b[k][n], c[m][n], without gaps. Static: one OS thread.
 struct alignas(64) Panels {
     float a[tile_m][mma_k_bytes];
     float b[mma_k_bytes * max_tile_n];
     float c[tile_m * max_tile_n];
 };
-FIBERS_GLOBAL Panels panels;
+Panels panels;
 
-#if !defined(FIBERS_LINKED)
 // c += a * b for `depth` columns of a, in blocks of 4 x (16 or 8) held in registers; k is innermost, so the
 // order of each sum is fixed.
 template <class Vector>
@@ -39,10 +43,10 @@ __attribute__((always_inline)) inline void multiply_block(Panels& p, int m, int 
     }
     row(0) = c0, row(1) = c1, row(2) = c2, row(3) = c3;
 }
-#if defined(__x86_64__) && !defined(__SANITIZE_ADDRESS__)
+#if defined(__x86_64__)
 __attribute__((target_clones("avx512f", "avx2", "default")))
 #endif
-inline void multiply(Panels& p, int columns, int depth) {
+void multiply(Panels& p, int columns, int depth) {
     typedef float Vector16 __attribute__((vector_size(64)));
     typedef float Vector8 __attribute__((vector_size(32)));
     for (int m = 0; m < tile_m; m += 4) {
@@ -51,20 +55,20 @@ inline void multiply(Panels& p, int columns, int depth) {
     }
 }
 
-inline float decode_element(const uint8_t* bytes, bool is_e4m3) {
+float decode_element(const uint8_t* bytes, bool is_e4m3) {
     if (is_e4m3) return e4m3_table.value[*bytes];
     uint32_t bits = (uint32_t(bytes[0]) | uint32_t(bytes[1]) << 8) << 16;
     return __builtin_bit_cast(float, bits);
 }
 
 // 32 bytes of K of one row, as floats.
-inline void decode_bytes(const uint8_t* bytes, bool is_e4m3, float* out) {
+void decode_bytes(const uint8_t* bytes, bool is_e4m3, float* out) {
     int size = is_e4m3 ? 1 : 2;
     for (int k = 0; k < mma_k_bytes / size; ++k) out[k] = decode_element(bytes + k * size, is_e4m3);
 }
 
 // Row `row` (of M or N) of an operand in shared memory, through the swizzle.
-inline void decode_row(const Operand& operand, int row, bool is_e4m3, float* out) {
+void decode_row(const Operand& operand, int row, bool is_e4m3, float* out) {
     if (operand.box_bytes == 0) {
         uint8_t bytes[mma_k_bytes];
         for (uint32_t i = 0; i < mma_k_bytes; i += 16)
@@ -78,7 +82,7 @@ inline void decode_row(const Operand& operand, int row, bool is_e4m3, float* out
 
 // A in registers: register r of a thread holds the bytes 4 * (lane % 4) + 16 * (r / 2) ... of row 16 * warp +
 // lane / 4 + 8 * (r % 2).
-inline void decode_registers(const Wgmma& op, Panels& p) {
+void decode_registers(const Wgmma& op, Panels& p) {
     uint8_t rows[tile_m][mma_k_bytes];
     for (int thread = 0; thread < warpgroup_size; ++thread) {
         int lane = thread % warp_size;
@@ -90,7 +94,7 @@ inline void decode_registers(const Wgmma& op, Panels& p) {
     for (int m = 0; m < tile_m; ++m) decode_bytes(rows[m], op.is_e4m3, p.a[m]);
 }
 
-inline void execute(const Wgmma& op, Panels& p) {
+void execute(const Wgmma& op, Panels& p) {
     const int depth = op.is_e4m3 ? mma_k_bytes : mma_k_bytes / 2;
     if (op.a.tile == nullptr) decode_registers(op, p);
     for (int m = 0; m < tile_m && op.a.tile != nullptr; ++m) decode_row(op.a, m, op.is_e4m3, p.a[m]);
@@ -105,7 +109,7 @@ inline void execute(const Wgmma& op, Panels& p) {
 
 // acc[4*g + 2*i + j] of a thread is row 16*warp + 8*i + lane/4, column 8*g + 2*(lane%4) + j.
 template <class Move>
-inline void for_each_fragment(const Wgmma& op, Panels& p, Move move) {
+void for_each_fragment(const Wgmma& op, Panels& p, Move move) {
     for (int thread = 0; thread < warpgroup_size; ++thread) {
         int lane = thread % warp_size;
         float* acc = op.acc[thread];
@@ -121,7 +125,7 @@ inline void for_each_fragment(const Wgmma& op, Panels& p, Move move) {
 
 // Executes the first `count` instructions in flight. Those into the same accumulators follow each other
 // without a detour over them.
-FIBERS_ONCE void execute_first(Warpgroup& group, uint32_t count) {
+void execute_first(Warpgroup& group, uint32_t count) {
     auto& ops = group.in_flight;
     std::vector<bool> done(count, false);
     for (uint32_t first = 0; first < count; ++first) {
@@ -142,12 +146,9 @@ FIBERS_ONCE void execute_first(Warpgroup& group, uint32_t count) {
     group.executed += count;
     ++machine.progress;
 }
-#else
-void execute_first(Warpgroup& group, uint32_t count);
-#endif
 
 // An operand of `rows` rows as a descriptor names it, checked.
-inline Operand check_operand(Operand operand, int rows, Major major, const char* what) {
+Operand check_operand(Operand operand, int rows, Major major, const char* what) {
     operand.tile += operand.byte / 1024 * 1024;  // an advance by whole groups of 8 rows moves the tile
     operand.byte %= 1024;
     if ((operand.box_bytes != 0) != (major == Major::mn))
@@ -161,8 +162,8 @@ inline Operand check_operand(Operand operand, int rows, Major major, const char*
     return operand;
 }
 
-inline void issue_wgmma(float* acc, int n, const Operand& a, const uint32_t* a_registers, const Operand& b,
-                        bool is_e4m3, bool accumulate) {
+void issue_wgmma(float* acc, int n, const Operand& a, const uint32_t* a_registers, const Operand& b,
+                 bool is_e4m3, bool accumulate) {
     Fiber* self = current;
     if (self->thread / warpgroup_size * warpgroup_size + warpgroup_size > self->cta->threads)
         machine.fail("wgmma: not in a whole warpgroup");
@@ -181,6 +182,23 @@ inline void issue_wgmma(float* acc, int n, const Operand& a, const uint32_t* a_r
     op.acc[self->thread % warpgroup_size] = acc;
     op.a_registers[self->thread % warpgroup_size] = a_registers;
 }
+
+void wgmma_wait(int pending) {
+    if (!meet_at_wgmma_wait(pending)) return;
+    Fiber* self = current;
+    Warpgroup& group = self->cta->warpgroup(self);
+    Fiber* first = self - self->thread % warpgroup_size;
+    for (int i = 0; i < warpgroup_size; ++i)
+        if (first[i].wgmma_issued != self->wgmma_issued || first[i].wgmma_committed != self->wgmma_committed)
+            machine.fail("wgmma_wait: the threads of the warpgroup issued different numbers of instructions");
+    uint32_t count = 0;
+    while (count < group.in_flight.size() &&
+           static_cast<int32_t>(self->wgmma_committed - group.in_flight[count].group) > pending)
+        ++count;
+    if (count) execute_first(group, count);
+    release_warpgroup();
+}
+#endif
 
 }  // namespace fibers
 
@@ -220,19 +238,7 @@ inline void wgmma_commit() { ++current->wgmma_committed; }
 
 template <int pending>
 inline void wgmma_wait() {
-    if (!meet_at_wgmma_wait(pending)) return;
-    Fiber* self = current;
-    Warpgroup& group = self->cta->warpgroup(self);
-    Fiber* first = self - self->thread % warpgroup_size;
-    for (int i = 0; i < warpgroup_size; ++i)
-        if (first[i].wgmma_issued != self->wgmma_issued || first[i].wgmma_committed != self->wgmma_committed)
-            machine.fail("wgmma_wait: the threads of the warpgroup issued different numbers of instructions");
-    uint32_t count = 0;
-    while (count < group.in_flight.size() &&
-           static_cast<int32_t>(self->wgmma_committed - group.in_flight[count].group) > pending)
-        ++count;
-    if (count) execute_first(group, count);
-    release_warpgroup();
+    fibers::wgmma_wait(pending);
 }
 template <int sums>
 inline void fence_accumulator(float (&)[sums]) {}

@@ -355,4 +355,6 @@ MEGAMOE_HOST_ENTRY(test_await, megamoe::ForwardArgs, await, smem_bytes, 64);
 MEGAMOE_HOST_ENTRY(test_misuse, megamoe::ForwardArgs, misuse, smem_bytes, 128);
 MEGAMOE_HOST_ENTRY(test_misuse_384, megamoe::ForwardArgs, misuse, smem_bytes, 384);
 MEGAMOE_HOST_ENTRY(test_misuse_512, megamoe::ForwardArgs, misuse, smem_bytes, 512);
-MEGAMOE_HOST_EXPORT const char* test_edge_name(uint32_t edge) { return edge_name(Edge(edge)); }
+MEGAMOE_HOST_EXPORT const char* test_edge_name(uint32_t edge) {
+    return fibers::enumerator(edge_name(Edge(edge)));
+}

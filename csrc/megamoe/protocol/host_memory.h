@@ -2,7 +2,6 @@
 // consistent: orders and scopes are the model checker's business); await blocks the fiber and the machine
 // tests the flag once a round.
 #pragma once
-#include <string>
 #include <utility>
 
 #include "megamoe/protocol/mbarriers.cuh"
@@ -10,7 +9,7 @@
 
 namespace megamoe {
 
-// "edge " and its enumerator, as the compiler spells it: the enumeration is the only list of names.
+// The enumerator as the compiler spells it: the enumeration is the only list of names.
 template <Edge edge>
 constexpr const char* spelled_edge() {
     return __PRETTY_FUNCTION__;
@@ -18,12 +17,7 @@ constexpr const char* spelled_edge() {
 template <uint32_t... i>
 inline const char* edge_name(Edge edge, std::integer_sequence<uint32_t, i...>) {
     static constexpr const char* spelled[] = {spelled_edge<Edge(i)>()...};
-    static std::string names[sizeof...(i)];
-    if (static_cast<uint32_t>(edge) >= sizeof...(i)) return "edge ?";
-    std::string signature = spelled[static_cast<uint32_t>(edge)], &name = names[static_cast<uint32_t>(edge)];
-    size_t from = signature.find("megamoe::Edge::"), to = signature.find_first_of(";]", from);
-    name = from == std::string::npos ? "edge ?" : "edge " + signature.substr(from + 15, to - from - 15);
-    return name.c_str();
+    return static_cast<uint32_t>(edge) < sizeof...(i) ? spelled[static_cast<uint32_t>(edge)] : "?";
 }
 inline const char* edge_name(Edge edge) {
     return edge_name(edge, std::make_integer_sequence<uint32_t, 32>());
@@ -126,9 +120,9 @@ struct Memory : Mbarriers {
             record.seen = seen;
             record.edge = static_cast<uint32_t>(wait.edge);
             fibers::machine.note(
-                fibers::text("fault of rank %d cta %d warp %d: %s, index %u, peer %u, expected %u, seen %u",
-                             args.rank, arch::block_idx(), arch::warp_idx(), edge_name(wait.edge), wait.index,
-                             wait.peer, expected, seen));
+                "fault of rank %d cta %d warp %d: edge %s, index %u, peer %u, expected %u, seen %u",
+                args.rank, arch::block_idx(), arch::warp_idx(), fibers::enumerator(edge_name(wait.edge)),
+                wait.index, wait.peer, expected, seen);
         }
         store(args.abort, 1, Order::release, Scope::system);
     }

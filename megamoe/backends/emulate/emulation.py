@@ -71,18 +71,13 @@ class Emulation:
             Rank.make(replace(problem, rank=r), pool_rows, weight_gradients)
             for r in range(problem.ep_size)
         ]
-        self.profiles = [
-            torch.zeros(
-                num_ctas if profile else 0, arguments.PROFILE_SLOTS, dtype=torch.int64, device="cpu"
-            )
-            for _ in self.ranks
-        ]
+        marks = num_ctas if profile else 0, arguments.PROFILE_SLOTS
+        self.profiles = [torch.zeros(*marks, dtype=torch.int64, device="cpu") for _ in self.ranks]
         self.report = ""
         self.broken: MegaMoEError | None = None
         self._prefixes: list[Tensor] = []  # chunk_prefix of the last forward, by rank
-        self.written: list[
-            list[Tensor | None]
-        ] = []  # what a launch that failed left of its results, by rank
+        # What a launch that failed left of its results, by rank
+        self.written: list[list[Tensor | None]] = []
 
     def variant(self, kind: str = "forward") -> Variant:
         """Return the kernel of a direction."""
