@@ -7,10 +7,12 @@ import importlib
 import multiprocessing
 import os
 import runpy
+import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import ModuleType
@@ -68,6 +70,23 @@ def start(
             raise TimeoutError(f"{argv} still ran after {TIMEOUT_S} s")
         texts = [file.read_text() for file in printed]
     return subprocess.CompletedProcess(argv, process.exitcode, *texts)
+
+
+def torchrun(
+    ranks: int, argv: Sequence[object], code: str | None = None
+) -> list[subprocess.CompletedProcess]:
+    """Run a program on so many ranks, each a process as torchrun starts it."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
+    job |= {"LOCAL_WORLD_SIZE": str(ranks), "GLOO_SOCKET_IFNAME": "lo"}
+
+    def rank(number: int) -> subprocess.CompletedProcess:
+        return start(argv, code, **job, RANK=str(number), LOCAL_RANK=str(number))
+
+    with ThreadPoolExecutor(ranks) as pool:
+        return list(pool.map(rank, range(ranks)))
 
 
 def run(tool: str | Path, *arguments: object, path: Path = ROOT) -> subprocess.CompletedProcess:

@@ -2,11 +2,9 @@
 
 import os
 import re
-import subprocess
-import sys
 
 import pytest
-from programs import ROOT, start
+from programs import ROOT, start, torchrun
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 MAX_LINES = 60
@@ -44,24 +42,11 @@ def test_layer():
     assert sum(map(int, tokens.split(","))) == 256 * 2
 
 
-def torchrun(ranks, *arguments):
-    """Run torchrun as its users do, on CPUs; return what the ranks printed."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [*command, f"--nproc-per-node={ranks}", *map(str, arguments)],
-        env=environment | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def test_fsdp2_trains_on_two_ranks_and_resumes_on_one(tmp_path):
     program, checkpoint = ROOT / "examples" / "fsdp2.py", tmp_path / "checkpoint"
-    first, resumed = (torchrun(ranks, program, checkpoint) for ranks in (2, 1))
+    runs = [torchrun(ranks, [program, checkpoint]) for ranks in (2, 1)]
+    assert all(done.returncode == 0 for run in runs for done in run), runs
+    first, resumed = ("".join(done.stdout for done in run) for run in runs)
     assert first.startswith("2 ranks, step 10: ")
     assert resumed.startswith("1 ranks, step 20: ")
     assert losses(resumed)[0] < 0.4 * losses(first)[0]  # 0.52 of it without the checkpoint

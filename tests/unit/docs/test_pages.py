@@ -7,13 +7,11 @@ word, the test that ELSEWHERE names. A block, or a page with programs, that no t
 import ast
 import re
 import shlex
-import socket
 import textwrap
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from pages import ROOT, blocks, programs
-from programs import run_code, start
+from programs import run_code, torchrun
 
 PAGES = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "README.md", *ROOT.glob("docs/*.md")))
 SIGNATURES = "docs/api.md"  # its blocks are no programs: tools/gen_docs.py writes them, test_docs.py compares them
@@ -86,21 +84,10 @@ OF_LIBRARIES = ("vllm serve ", "python -m sglang.launch_server ")  # their comma
 
 
 def under_torchrun(code, folder, ranks):
-    """Run a program on so many ranks, each a process as torchrun starts it; return what failed."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    """Run a program on so many ranks; return what failed."""
     # Without a name that a program could use and forget to import.
     code = f"__import__('os').chdir({str(folder)!r}); __import__('torch').manual_seed(0)\n{code}"
-    job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
-    job |= {"LOCAL_WORLD_SIZE": str(ranks), "GLOO_SOCKET_IFNAME": "lo"}
-
-    def rank(number):
-        return start(["-c"], code, **job, RANK=str(number), LOCAL_RANK=str(number))
-
-    with ThreadPoolExecutor(ranks) as pool:
-        done = list(pool.map(rank, range(ranks)))
-    return "\n".join(d.stderr for d in done if d.returncode)
+    return "\n".join(d.stderr for d in torchrun(ranks, ["-c"], code) if d.returncode)
 
 
 def outline(text):
