@@ -80,7 +80,7 @@ def check(
     return ys
 
 
-EXAMPLES = 400 if SLOW else 40  # each up to a second
+EXAMPLES = 400 if SLOW else 25  # each up to a second
 
 
 @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow])
