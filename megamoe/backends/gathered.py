@@ -76,5 +76,5 @@ def mapped(function: Any, record: Any, leaf: type = Tensor) -> Any:
 
 
 def _bytes(t: Tensor) -> Tensor:
-    # contiguous() would leave a dimension of one element its stride, and view() refuses some
+    """Return a copy as uint8. contiguous() keeps the stride of a dimension of one element, which view() may refuse."""
     return t.detach().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)

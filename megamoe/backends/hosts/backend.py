@@ -252,6 +252,7 @@ class HostsBackend(Backend):
 
     @contextmanager
     def _inside(self) -> Iterator[None]:
+        """Mark that the inner backend runs: an error then comes from this host, not from the rail."""
         self._at_rail = False
         yield
         self._at_rail = True
@@ -259,6 +260,7 @@ class HostsBackend(Backend):
     # --- both passes ---
 
     def _forward(self, call: Call, state: Tensor | None) -> Tensor:
+        """Exchange rows with the other hosts, run the inner backend by chunk, and sum what returns. Fill `state`."""
         flags = RECORDED * (state is not None)
         ids = self._valid(call.computed_ids())
         plan = self.planner.begin(ids)
@@ -302,6 +304,7 @@ class HostsBackend(Backend):
         return self._summed(plan, self._pipelined(plan, x, first, compute))
 
     def _backward(self, call: Call, dy: Tensor, state: Tensor, wanted: GradRequest) -> Gradients:
+        """Do the same with dy. The gradients of weights are summed over chunks, those of tokens over hosts."""
         needs, only_weights = wanted.needs, wanted.only_weights
         # Another rank may want what this one does not.
         there = needs._replace(x=not only_weights, topk_weights=not only_weights)

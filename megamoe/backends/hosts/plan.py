@@ -99,11 +99,7 @@ class DispatchPlans:
         raise NotImplementedError
 
     def pack_metadata(
-        self,
-        columns: Sequence[Tensor],
-        plan: DispatchPlan,
-        flags: int,
-        number: Tensor | None = None,
+        self, columns: list[Tensor], plan: DispatchPlan, flags: int, number: Tensor | None = None
     ) -> Tensor | None:
         """Return what goes beside the rows, [M, n] of 4 bytes, of all chunks; None: nothing.
 
@@ -127,6 +123,7 @@ class DispatchPlans:
         return of_columns
 
     def _exchanged(self, sent: Tensor, plan: DispatchPlan) -> Tensor:
+        """Exchange the rows of pack_metadata(). Return those that come, by chunk."""
         raise NotImplementedError
 
     def once(self, rows: Tensor, send: list[list[int]], receive: list[list[int]]) -> Tensor:
@@ -176,11 +173,7 @@ class DynamicCounts(DispatchPlans):
         return DispatchPlan(taken[1:], places, most, most, counts=goes.sum(2))
 
     def pack_metadata(
-        self,
-        columns: Sequence[Tensor],
-        plan: DispatchPlan,
-        flags: int,
-        number: Tensor | None = None,
+        self, columns: list[Tensor], plan: DispatchPlan, flags: int, number: Tensor | None = None
     ) -> Tensor | None:
         if len(columns) > 1:
             return torch.cat([t.view(torch.int32) for t in columns], 1)[plan.tokens]
@@ -246,6 +239,7 @@ class FixedCapacity(DispatchPlans):
         return made
 
     def _made(self, tokens: int) -> DispatchPlan:
+        """Return a new plan for calls with this number of tokens."""
         chunks, chunk, num = self.chunks, self.chunk, self.num_hosts
         slots, hosts = self.numbers.slots, self.numbers.hosts
         part = -(-tokens // chunks)
@@ -262,11 +256,7 @@ class FixedCapacity(DispatchPlans):
         )
 
     def pack_metadata(
-        self,
-        columns: Sequence[Tensor],
-        plan: DispatchPlan,
-        flags: int,
-        number: Tensor | None = None,
+        self, columns: list[Tensor], plan: DispatchPlan, flags: int, number: Tensor | None = None
     ) -> Tensor | None:
         tokens, more = len(plan.places) // self.num_hosts, self._width
         more -= sum(t.shape[1] for t in columns)

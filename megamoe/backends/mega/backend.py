@@ -195,6 +195,7 @@ class MegaBackend(Backend):
         return self._forward(call), None
 
     def _trains(self) -> Training:
+        """Return the kernels of training, which the first call prepares on all ranks. Collective, at first."""
         if self._training is None:
             refuse_capture("run one step, forward and backward, before CUDA graph capture")
             # A layer may have been made without gradients, by a validation before the first step.
@@ -277,6 +278,7 @@ class MegaBackend(Backend):
 
     @property
     def _sizes(self) -> tuple[int, int]:
+        """Rows of the pool and of a block, as Statistics takes them."""
         return self.plan.pool_rows, layout.BLOCK_ROWS
 
     def _counted(self) -> tuple[Tensor, Tensor]:

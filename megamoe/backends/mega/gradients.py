@@ -94,6 +94,7 @@ class Targets:
 
 
 def _check(name: str, into: Tensor, master: Tensor) -> None:
+    """Raise ArgumentError unless a gradient of `master` can be added to `into`."""
     joined = {"w13": -2, "b13": -1}.get(name)  # planes may stand apart or in one dimension
     shapes = [master.shape, *([] if joined is None else [master.flatten(1, joined).shape])]
     if into.shape not in shapes:

@@ -126,6 +126,7 @@ class LayerKernels:
         return dict(reversed(found.items()))
 
     def _arguments(self, launch: str) -> Any:
+        """Return an argument block with what all calls of this layer have in common."""
         from megamoe.jit.tensormap import encode
 
         workspace = self.window.workspace(self.plan)

@@ -212,6 +212,7 @@ def _sum_by_expert(values: Tensor, rows: Rows, num: int) -> Tensor:
 
 
 def _check(problem: Problem, gate_up: list[Tensor] | None, **lists: list[Any]) -> None:
+    """Raise ValueError unless each list has one entry per rank."""
     if gate_up is not None:
         lists["gate_up"] = gate_up
     for name, given in lists.items():

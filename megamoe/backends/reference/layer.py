@@ -120,6 +120,7 @@ def _matrix(problem: Problem, w: Tensor, scale: Tensor | None, e: int, planes: i
 
 
 def _gemm1(problem: Problem, rows: Rows, x_pool: Tensor, experts: Any) -> Tensor:
+    """x_pool: [M, H] fp32 -> pre-activations [M, P*I] fp32, planes one after the other."""
     planes = problem.activation.planes
 
     def matrix(e: int) -> Tensor:
@@ -139,6 +140,8 @@ def _act(problem: Problem, gate_up: Tensor, note: Any, stored: torch.dtype, h_co
 
 
 def _gemm2(problem: Problem, rows: Rows, h: Tensor, experts: Any) -> Tensor:
+    """h: [M, I] fp32 -> y_rows [M, H] fp32."""
+
     def matrix(e: int) -> Tensor:
         return _matrix(problem, experts.w2[e], experts.w2_scale, e, planes=1)
 
