@@ -106,7 +106,7 @@ def test_long_tiles_are_dealt_by_fixed_shares(intermediate: int, fixed: bool) ->
 
 
 QUICK_TRAINED = [("bf16", "swiglu"), ("bf16", "relu2")]
-EXAMPLES = 200 if os.environ.get("SLOW") == "1" else 15
+EXAMPLES = 200 if os.environ.get("SLOW") == "1" else 10
 
 
 @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow])
