@@ -26,7 +26,7 @@ from megamoe.testing.compare import compare
 
 ROUNDED = 2.5e-3  # relative Frobenius error of one rounding to bf16, and fp32 sums
 LENGTHS = [0, 1, 63, 64, 65, 0, 127, 128, 129, 0]
-QUICK = "swiglu"  # each kernel takes g++ two seconds: SLOW=1 has the other activations
+QUICK = "swiglu"  # each kernel takes g++ a second: SLOW=1 has the other activations
 NAMES = [n if n == QUICK else pytest.param(n, marks=pytest.mark.slow) for n in ACTIVATIONS]
 H, I = 136, 72  # noqa: E741
 
