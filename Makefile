@@ -14,8 +14,8 @@ export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 # Evaluated when a recipe needs them, after setup.
 GPUS = $(shell $(PY) -c 'import torch; print(torch.cuda.device_count())' 2>/dev/null || echo 0)
-# One worker more than cores: many tests wait for processes of their own.
-XDIST = $(shell $(PY) -c "import os, xdist; print('-n', min(16, 1 + os.cpu_count()), '--dist worksteal')" 2>/dev/null)
+# A worker per core: one more costs as much as it gains.
+XDIST = $(shell $(PY) -c "import os, xdist; print('-n', min(16, os.cpu_count()), '--dist worksteal')" 2>/dev/null)
 CLANG_FORMAT = $(firstword $(wildcard .venv/bin/clang-format) clang-format)
 SHELLCHECK = $(firstword $(wildcard .venv/bin/shellcheck) shellcheck)
 SOURCES = $(shell find csrc -name '*.h' -o -name '*.cuh' -o -name '*.cu' -o -name '*.cpp')

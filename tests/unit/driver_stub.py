@@ -10,6 +10,8 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
+import traceback
 from pathlib import Path
 
 import programs
@@ -21,6 +23,7 @@ from megamoe.backends.mega.backend import MegaBackend
 from megamoe.core.config import Problem
 from megamoe.core.errors import MegaMoEError
 from megamoe.formats.weights import ExpertWeights, expected_weights
+from megamoe.group.group import ThreadGroup
 from megamoe.jit import abi, module
 from megamoe.jit.tensormap import encode
 from megamoe.launch import launches
@@ -31,6 +34,25 @@ LARGEST = max(
 )  # the stub copies as many bytes of each argument
 
 stub: ctypes.CDLL | None = None  # in such a process
+
+
+def on_ranks(body):
+    """Return what body(member of a group) returned on each of two ranks, which are threads."""
+    found = [None, None]
+
+    def run(member):
+        try:
+            found[member.rank] = body(member)
+        except BaseException:
+            found[member.rank] = traceback.format_exc()
+
+    threads = [threading.Thread(target=run, args=(m,)) for m in ThreadGroup.create(2, 20)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(isinstance(of_rank, str) for of_rank in found), found
+    return found
 
 
 class Config(ctypes.Structure):

@@ -1,15 +1,12 @@
 """The host's side of launches of few tokens over several ranks: each rank takes a kernel by its own tokens alone."""
 
-import threading
-import traceback
 from dataclasses import replace
 
 import driver_stub
 import pytest
-from driver_stub import backend_of, forward, tensors
+from driver_stub import backend_of, forward, on_ranks, tensors
 
 from megamoe.core.config import Problem
-from megamoe.group.group import ThreadGroup
 from megamoe.jit import module
 from megamoe.launch import layout
 
@@ -17,29 +14,12 @@ pytestmark = pytest.mark.stub
 PROBLEM = replace(driver_stub.PROBLEM, ep_size=2)
 
 
-def on_ranks(body):
-    found = [None, None]
-
-    def run(member):
-        try:
-            found[member.rank] = body(replace(PROBLEM, rank=member.rank), member)
-        except BaseException:
-            found[member.rank] = traceback.format_exc()
-
-    threads = [threading.Thread(target=run, args=(m,)) for m in ThreadGroup.create(2, 20)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not any(isinstance(of_rank, str) for of_rank in found), found
-    return found
-
-
 def test_each_rank_takes_a_kernel_by_its_own_tokens(monkeypatch):
     made = {name: driver_stub.kernel() for name in ("push-fp8-swiglu", "fp8-swiglu")}
     monkeypatch.setattr(module, "load_kernel", lambda variant, device: made[str(variant)])
 
-    def body(problem, member):
+    def body(member):
+        problem = replace(PROBLEM, rank=member.rank)
         backend = backend_of(problem, group=member)
         weights, kernels = driver_stub.weights_of(problem), []
         for tokens in (64, 65, 8) if member.rank else (0, 1, 70):
