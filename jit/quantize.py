@@ -6,8 +6,7 @@ Sources: csrc/megamoe/kernels/quantize_weights.cuh and sum_rows.cuh.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -63,17 +62,18 @@ def _launch(entry: str, device: torch.device, grid: tuple[int, int, int], args: 
         launch(fill, [field.value for field in pointers], stream)
 
 
-def _pointer_offsets(structure: Any) -> Iterator[int]:
+@cache
+def _pointer_offsets(structure: Any) -> list[int]:
+    found: list[int] = []
     for name, of in structure._fields_:
         if of is ctypes.c_void_p or getattr(of, "_type_", None) is ctypes.c_void_p:
             first = getattr(structure, name).offset
-            yield from range(first, first + ctypes.sizeof(of), 8)
+            found += range(first, first + ctypes.sizeof(of), 8)
+    return found
 
 
 Pair = tuple[Tensor, Tensor]
-Ends = tuple[
-    Tensor | None, int, int
-]  # of each expert's rows, their number, the alignment of experts
+Ends = tuple[Tensor | None, int, int]  # of each expert's rows, how many, the experts' alignment
 _ENTRIES = {torch.bfloat16: QUANTIZE_ENTRY, torch.float32: QUANTIZE_FP32_ENTRY}
 
 

@@ -51,7 +51,7 @@ class _Rows:
         """[M, N] -> sums over each token's rows [T, N]."""
         return rows[self.places].unflatten(0, (-1, self.top_k)).sum(1)
 
-    def beside(self, t: Tensor, factor: Tensor) -> Tensor:
+    def append_product(self, t: Tensor, factor: Tensor) -> Tensor:
         """t: [M, K], factor: [E, K, r] -> t and their product [M, K + r]."""
         return torch.cat((t, _mm(t, factor, offs=self.offs)), 1) if factor.shape[2] else t
 
@@ -81,8 +81,8 @@ class _Matrix(NamedTuple):
                 continue
             shape = (last - first, n + rank, k) if backward else (last - first, n, k + rank)
             panel = self.b.new_empty(shape)
-            beside = panel[:, n:] if backward else panel[:, :, k:]
-            beside.copy_((self.a if backward else self.b)[experts])
+            factors = panel[:, n:] if backward else panel[:, :, k:]
+            factors.copy_((self.a if backward else self.b)[experts])
             assert self.scale is not None
             packed = self.packed[experts], self.scale[experts], self.planes
             dequantize_mxfp4(*packed, out=panel[:, :n, :k])
@@ -100,7 +100,7 @@ class _Matrix(NamedTuple):
 
 
 def _times(t: Tensor) -> Callable[..., Any]:
-    """Return the product of multiply() that multiplies rows t, as beside() has made them."""
+    """Return the product of multiply() that multiplies rows t, as append_product() has made them."""
     return lambda w, of, _, offs: (_mm(t[of], w, offs=offs),)
 
 
@@ -111,7 +111,7 @@ class _Experts(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, scale: Tensor, bias: Tensor | None, *given: Any) -> Tensor:
         *factors, rows, weights, act = given
         first, second = _matrices(weights, act, *factors)
-        wide = rows.beside(rows.of(x), first.a.mT)
+        wide = rows.append_product(rows.of(x), first.a.mT)
 
         def activate(w: Tensor, of: slice, experts: slice, offs: Tensor) -> Any:
             biases = None if bias is None else bias[experts]
@@ -121,20 +121,20 @@ class _Experts(torch.autograd.Function):
         h, pre = first.multiply(rows, activate)
         ctx.save_for_backward(x, scale, pre, *factors)
         ctx.others = rows, weights, act
-        return rows.sum(*second.multiply(rows, _times(rows.beside(h, second.a.mT))))
+        return rows.sum(*second.multiply(rows, _times(rows.append_product(h, second.a.mT))))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, scale, pre, *factors = ctx.saved_tensors
         rows, weights, act = ctx.others
         first, second = _matrices(weights, act, *factors)
-        dy = rows.beside(rows.of(grad.bfloat16()), second.b)
+        dy = rows.append_product(rows.of(grad.bfloat16()), second.b)
 
         def through(w: Tensor, of: slice, _: slice, offs: Tensor) -> Any:
             return ops.grouped_mm_dact(dy[of], w, pre[of], act, offs=offs, row_scale=scale[of])
 
         d_pre, h, d_scale = second.multiply(rows, through, backward=True)
-        wide = rows.beside(d_pre, first.b)
+        wide = rows.append_product(d_pre, first.b)
         dx = rows.sum(*first.multiply(rows, _times(wide), backward=True))
         d_bias = column_sums(d_pre, Groups(rows.offs, 1)) if ctx.needs_input_grad[2] else None
         of_first = first.gradients(rows.of(x), wide, rows)

@@ -62,7 +62,7 @@ class Gemm:
         return x, w, self.out, self.gu, self.h, *of
 
     def fill(self, args: Any) -> list[Place]:
-        """Fill a zeroed `abi.LAUNCHES["grouped"]` but for addresses; return their places."""
+        """Fill a zeroed `abi.LAUNCHES["grouped"]`, except addresses; return their places."""
         (x, w, x_scale, _, of_w), act, gu, h = self.operands, self.activation, self.gu, self.h
         own, gemm = args.own, args.gemm[0]
         matrices = w.mT.view(len(w), of_w, w.shape[2] // of_w, w.shape[1])  # [E, P, N, K]
@@ -114,7 +114,7 @@ class Outer:
         return self.a, self.b, *self.tails, self.out, self.groups.offs, self.sums
 
     def fill(self, args: Any) -> list[Place]:
-        """Fill a zeroed `abi.LAUNCHES["grouped_weights"]` but for addresses; return their places."""
+        """Fill a zeroed `abi.LAUNCHES["grouped_weights"]`, except addresses; return their places."""
         own, gemm, out = args.own, args.gemm[0], self.out
         args.num_local_experts, gemm.m, gemm.n = out.shape
         own.num_rows, own.row_alignment = len(self.a), self.groups.alignment

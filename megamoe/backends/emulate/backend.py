@@ -40,13 +40,12 @@ class EmulateBackend(Gathered):
     ) -> None:
         layout.check_window(problem)
         super().__init__(problem, group)
-        rows = layout.default_pool_rows(problem) if pool_rows is None else pool_rows
-        self._few = layout.few_kernel(problem, rows) if few else ""
         self._options: dict[str, Any] = {
             "num_ctas": num_ctas,
             "pool_rows": pool_rows,
             "weight_gradients": weight_gradients,
         }
+        self._few = layout.few_kernel(problem, self._plan.pool_rows) if few else ""
         self._emulation: Emulation | None = None
         self._resets = 0
         self._prepared = False

@@ -1,4 +1,4 @@
-"""LoRA on packed experts by operators, beside float experts with merged factors. PEFT itself: tests/libraries."""
+"""LoRA on packed experts by operators, next to float experts with merged factors. PEFT itself: tests/libraries."""
 
 import pytest
 import torch
