@@ -1,6 +1,6 @@
-"""Run CUDA kernels of one pass over memory: FP8 quantization of weights and rows, and sums of rows.
+"""Run CUDA kernels of one pass over memory: FP8 quantization of weights and rows, MXFP4 to bf16, and sums of rows.
 
-Sources: csrc/megamoe/kernels/quantize_weights.cuh and sum_rows.cuh.
+Sources: csrc/megamoe/kernels/quantize_weights.cuh, dequantize_mxfp4.cuh and sum_rows.cuh.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from megamoe.jit.module import Block, Kernel, Launcher
 from megamoe.jit.recording import launch, made
 from megamoe.jit.source import (
     COPY_TAILS_ENTRY,
+    DEQUANTIZE_MXFP4_ENTRY,
     DEQUANTIZE_ROWS_ENTRY,
     QUANTIZE,
     QUANTIZE_ENTRY,
@@ -33,9 +34,9 @@ from megamoe.jit.source import (
 )
 
 _STRUCTURES, _ = abi.parse(abi.read_text("layout/passes.h"))
-_Args, _RowsArgs, _TailsArgs, _SumArgs = (
+_Args, _RowsArgs, _TailsArgs, _SumArgs, _Mxfp4Args = (
     _STRUCTURES[f"{name}Args"]
-    for name in ("QuantizeWeights", "QuantizeRows", "CopyTails", "SumRows")
+    for name in ("QuantizeWeights", "QuantizeRows", "CopyTails", "SumRows", "DequantizeMxfp4")
 )
 
 
@@ -178,6 +179,20 @@ def _launch_rows(entry: str, x: Tensor, q: Tensor, scale: Tensor, **by_block: An
     if x.numel():
         args = _RowsArgs(x.data_ptr(), q.data_ptr(), scale.data_ptr(), *x.shape, **by_block)
         _launch(entry, x.device, rows_grid(*x.shape), args)
+
+
+def dequantize_mxfp4(packed: Tensor, scale: Tensor, out: Tensor) -> None:
+    """packed: [L, P, I, K/2] uint8 on CUDA, scale: as ExpertWeights has it -> out [L, P*I, K] bf16.
+
+    packed is contiguous in K and 4-byte aligned, out likewise, 16-byte aligned. Runs on the current stream; the bits of
+    formats.mxfp4.dequantize_mxfp4.
+    """
+    num, planes, rows, width = packed.shape
+    strides = *packed.stride()[:3], *out.stride()[:2]
+    places = (t.data_ptr() for t in (packed, scale, out))
+    threads = planes * -(-rows // 8) * (width // 4)
+    args = _Mxfp4Args(*places, *strides, planes, rows, 2 * width)
+    _launch(DEQUANTIZE_MXFP4_ENTRY, out.device, (-(-threads // 256), 1, num), args)
 
 
 def sum_rows(rows: Tensor, places: Tensor, num: int) -> Tensor:

@@ -32,7 +32,7 @@ QUANTIZE = "quantize-weights"  # the other kernels, of jit/quantize.py
 QUANTIZE_ENTRY, QUANTIZE_FP32_ENTRY = "megamoe_quantize_weights", "megamoe_quantize_fp32_weights"
 TRANSPOSE_ENTRY, QUANTIZE_ROWS_ENTRY = "megamoe_transpose_weights", "megamoe_quantize_rows"
 DEQUANTIZE_ROWS_ENTRY, SUM_ROWS_ENTRY = "megamoe_dequantize_rows", "megamoe_sum_rows"
-COPY_TAILS_ENTRY = "megamoe_copy_tails"
+COPY_TAILS_ENTRY, DEQUANTIZE_MXFP4_ENTRY = "megamoe_copy_tails", "megamoe_dequantize_mxfp4"
 # -> what it calls, its argument, threads of a CTA
 _ONE_PASS = {
     QUANTIZE_ENTRY: (
@@ -51,9 +51,11 @@ _ONE_PASS = {
     QUANTIZE_ROWS_ENTRY: ("quantize_rows", "QuantizeRowsArgs", "quantize_threads"),
     DEQUANTIZE_ROWS_ENTRY: ("dequantize_rows", "QuantizeRowsArgs", "quantize_threads"),
     COPY_TAILS_ENTRY: ("copy_tails", "CopyTailsArgs", "quantize_threads"),
+    DEQUANTIZE_MXFP4_ENTRY: ("dequantize_mxfp4", "DequantizeMxfp4Args", "dequantize_threads"),
     SUM_ROWS_ENTRY: ("sum_rows_of_hosts", "SumRowsArgs", "sum_rows_threads"),
 }
 QUANTIZE_SOURCE = """\
+#include "megamoe/kernels/dequantize_mxfp4.cuh"
 #include "megamoe/kernels/quantize_weights.cuh"
 #include "megamoe/kernels/sum_rows.cuh"
 """ + "".join(

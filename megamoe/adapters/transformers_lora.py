@@ -22,8 +22,8 @@ from torch import Tensor
 from megamoe import ops
 from megamoe.adapters.library_parameters import in_turn
 from megamoe.core.config import Activation
-from megamoe.formats.mxfp4 import dequantize_mxfp4
 from megamoe.formats.weights import ExpertWeights
+from megamoe.launch.passes import dequantize_mxfp4
 from megamoe.ops.groups import Groups
 from megamoe.ops.reference import column_sums
 
@@ -84,8 +84,8 @@ class _Matrix(NamedTuple):
             factors = panel[:, n:] if backward else panel[:, :, k:]
             factors.copy_((self.a if backward else self.b)[experts])
             assert self.scale is not None
-            packed = self.packed[experts], self.scale[experts], self.planes
-            dequantize_mxfp4(*packed, out=panel[:, :n, :k])
+            packed = self.packed[experts], self.scale[experts]
+            dequantize_mxfp4(*packed, self.planes, panel[:, :n, :k])
             offs = rows.offs[experts] - of.start
             made.append(product(panel if backward else panel.mT, of, experts, offs))
         return [torch.cat(parts) for parts in zip(*made, strict=True)]

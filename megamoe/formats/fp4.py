@@ -48,16 +48,11 @@ def memory_of(w: Tensor, stored: Format) -> tuple[Tensor, Tensor]:
     return packed, scale
 
 
-def numbers(device: torch.device) -> Tensor:
-    """Return the two numbers of each byte without their scales, [256, 2] fp32."""
-    values = torch.tensor(MAGNITUDES, dtype=torch.float32, device=device)
-    values = torch.cat((values, -values))
-    return torch.stack((values.repeat(16), values.repeat_interleave(16)), dim=-1)
-
-
 def unpack(packed: Tensor) -> Tensor:
     """packed: [N, K/2] uint8 -> the numbers without their scales, [N, K] fp32."""
-    return numbers(packed.device)[packed.int()].flatten(-2)
+    values = torch.tensor(MAGNITUDES, dtype=torch.float32, device=packed.device)
+    values = torch.cat((values, -values))
+    return values[torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2).int()]
 
 
 def arrange(plain: Tensor, planes: int, group: int, padding: int = 0) -> Tensor:

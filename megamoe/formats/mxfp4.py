@@ -20,7 +20,6 @@ LARGEST_EXPONENT = 2  # of e2m1: 6 = 1.5 * 2^2
 _SCALES = (torch.uint8, torch.float8_e8m0fnu)
 # How many of e4m3's exponents a block can use when its largest number becomes 384: a `plain` block needs no rounding.
 _PLAIN_BINADES = 11
-_PAIRS = {2: torch.int32, 4: torch.int64, 8: torch.complex128}  # bytes of a number -> of two
 
 
 def _power(exponent: Tensor) -> Tensor:
@@ -61,34 +60,19 @@ def quantize_mxfp4(
 
 
 def dequantize_mxfp4(
-    packed: Tensor,
-    scales: Tensor,
-    planes: int = 1,
-    dtype: torch.dtype = torch.float32,
-    out: Tensor | None = None,
+    packed: Tensor, scales: Tensor, planes: int = 1, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Return the numbers, [L, P*I, K]: exact in fp32 and, for scales from 2^-125 on, in bf16. out: to write into."""
+    """Return the numbers, [L, P*I, K]: exact in fp32 and, for scales from 2^-125 on, in bf16."""
     packed = by_plane(packed, planes)
     num, planes, rows, width = packed.shape
-    if out is None:
-        out = torch.empty((num, planes * rows, 2 * width), dtype=dtype, device=packed.device)
-    pairs = _pairs_of_numbers(out.dtype, packed.device)
-    plain = plain_scales(scales, planes, rows, 2 * width).int() << 8
-    for expert in range(num):  # one by one: indices take four bytes each
-        groups = packed[expert].unflatten(-1, (-1, MXFP4_GROUP // 2))
-        index = plain[expert].view(*groups.shape[:-1], 1) + groups
-        to = out[expert].view(pairs.dtype).view(index.flatten(-2).shape)
-        torch.ops.aten.index.Tensor_out(pairs, [index.flatten(-2)], out=to)
-    return out
-
-
-def _pairs_of_numbers(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the two numbers of each scale and byte, [256 * 256], each pair as one element."""
-    exponents = torch.arange(256, dtype=torch.int32, device=device)
+    exponents = plain_scales(scales, planes, rows, 2 * width).int()
     power = torch.where(exponents == 0, 1 << 22, exponents << 23)  # 2^-127 is subnormal
     power = torch.where(exponents == NAN_SCALE, 0x7FC00000, power).view(torch.float32)
-    numbers = fp4.numbers(device) * power[:, None, None]
-    return numbers.to(dtype).view(_PAIRS[dtype.itemsize]).flatten()
+    out = torch.empty((num, planes * rows, 2 * width), dtype=dtype, device=packed.device)
+    for expert in range(num):
+        groups = fp4.unpack(rows_of(packed[expert])).unflatten(-1, (-1, MXFP4_GROUP))
+        out[expert] = (groups * power[expert][..., None]).flatten(-2)
+    return out
 
 
 def arrange_scales(plain: Tensor, planes: int = 1) -> Tensor:

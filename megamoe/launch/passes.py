@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from megamoe.core.errors import CompileError
+from megamoe.core.planes import by_plane
+from megamoe.formats import mxfp4
 from megamoe.formats.quantization import Codec, quantize_rows
 
 log = logging.getLogger("megamoe")
@@ -54,6 +56,18 @@ def dequantize_activations(q: Tensor, scale: Tensor, formulas: Codec) -> Tensor:
     if kernels is None:
         return formulas.dequantize(q, scale).bfloat16()
     return kernels.dequantize_rows(q, scale)
+
+
+def dequantize_mxfp4(packed: Tensor, scale: Tensor, planes: int, out: Tensor) -> None:
+    """packed, scale: as ExpertWeights has them -> out [L, P*I, K] bf16, contiguous in K."""
+    packed = by_plane(packed, planes)
+    fused = fused_kernels() if on_hopper(out) else None
+    if fused is not None:
+        fused.dequantize_mxfp4(packed, scale, out)
+        return
+    for expert in range(len(packed)):  # one by one: fp32 copies would be large
+        of = slice(expert, expert + 1)
+        out[of] = mxfp4.dequantize_mxfp4(packed[of], scale[of], planes, out.dtype)
 
 
 def sum_rows(rows: Tensor, places: Tensor, begins: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ uint32_t __byte_perm(uint32_t lo, uint32_t hi, uint32_t selector) {
 
 }  // namespace
 
+#include "megamoe/kernels/dequantize_mxfp4.cuh"
 #include "megamoe/kernels/quantize_weights.cuh"
 #include "megamoe/kernels/sum_rows.cuh"
 
@@ -58,6 +59,12 @@ MEGAMOE_HOST_EXPORT int quantize_rows(const megamoe::QuantizeRowsArgs* args, con
 MEGAMOE_HOST_EXPORT int dequantize_rows(const megamoe::QuantizeRowsArgs* args, const unsigned* grid,
                                         uint64_t seed, char* report, size_t report_bytes) {
     return run<megamoe::QuantizeRowsArgs, megamoe::dequantize_rows>(args, grid, seed, report, report_bytes);
+}
+
+MEGAMOE_HOST_EXPORT int dequantize_mxfp4(const megamoe::DequantizeMxfp4Args* args, const unsigned* grid,
+                                         uint64_t seed, char* report, size_t report_bytes) {
+    return run<megamoe::DequantizeMxfp4Args, megamoe::dequantize_mxfp4>(args, grid, seed, report,
+                                                                        report_bytes);
 }
 
 MEGAMOE_HOST_EXPORT int sum_rows(const megamoe::SumRowsArgs* args, const unsigned* grid, uint64_t seed,

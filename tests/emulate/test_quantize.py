@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megamoe.formats.mxfp4 import arrange_scales, dequantize_mxfp4
 from megamoe.formats.quantization import (
     dequantize_rows,
     quantize_blockwise,
@@ -271,3 +272,31 @@ def test_tails_are_torchs(
     made = quantize.copy_tails(a, b, (offs, num, alignment))
     assert all(map(same_bits, made, tails(a, b, Groups(offs, alignment))))
     assert found == ["megamoe_copy_tails"]
+
+
+@pytest.mark.parametrize("planes", [1, 2])
+@pytest.mark.parametrize(("rows", "columns"), [(144, 160), (20, 32), (257, 288)])
+def test_mxfp4_has_the_bits_of_the_formula(
+    kernel: Any, rows: int, columns: int, planes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planes interleaved, into memory with gaps; all scales, all codes."""
+    generator = torch.Generator().manual_seed(rows)
+    packed = torch.randint(
+        0, 256, (3, rows, planes, columns // 2), dtype=torch.uint8, generator=generator
+    )
+    packed = packed.transpose(1, 2)
+    scales = torch.randint(
+        0, 255, (3, planes * rows, columns // 32), dtype=torch.uint8, generator=generator
+    )
+    scale = arrange_scales(scales, planes)
+    expected = dequantize_mxfp4(packed, scale, planes, torch.bfloat16)
+    whole = torch.full((3, planes * rows + 8, columns + 8), torch.nan, dtype=torch.bfloat16)
+    found, out = run_launch(kernel, monkeypatch), whole[:, : planes * rows, :columns]
+    quantize.dequantize_mxfp4(packed, scale, out)
+    assert same_bits(out.contiguous(), expected)
+    assert whole[:, planes * rows :].isnan().all()
+    assert whole[:, :, columns:].isnan().all()
+    assert found == ["megamoe_dequantize_mxfp4"]
+    scale[1, 0, 0, 16] = 255  # of 32 numbers
+    quantize.dequantize_mxfp4(packed, scale, out)
+    assert out.isnan().sum() == 32

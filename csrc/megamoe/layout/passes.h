@@ -41,6 +41,20 @@ struct CopyTailsArgs {
     int32_t alignment;
 };
 
+struct DequantizeMxfp4Args {
+    const uint8_t* packed;  // [L, P, I, K/2], strided
+    const uint8_t* scale;   // [L, P * ceil(I/128), ceil(K/128), 528]
+    void* out;              // [L, P * I, K] bf16, strided
+    int64_t expert_bytes;   // strides of `packed`; multiples of 4
+    int64_t plane_bytes;
+    int64_t row_bytes;
+    int64_t out_expert_stride;  // in elements; multiples of 8
+    int64_t out_row_stride;
+    int32_t planes;   // P
+    int32_t rows;     // I
+    int32_t columns;  // K, a multiple of 32
+};
+
 struct SumRowsArgs {
     const void* rows;       // [R, H] bf16; row 0 is nothing
     const int64_t* places;  // [T, N] rows of a token; 0: none

@@ -16,6 +16,8 @@ ROOMS = [
 LEVEL = {name: level for level, name in enumerate(ROOMS)}
 # What names the wing's work outside of it: the other forms, who chooses, an edge, bytes of the launch.
 WHO_KNOWS_FP4 = {
+    "megamoe/kernels/dequantize_mxfp4.cuh",  # a pass over its bytes
+    "megamoe/layout/passes.h",
     "megamoe/gemm/forms.cuh",
     "megamoe/kernels/forward.cuh",
     "megamoe/kernels/backward.cuh",
