@@ -28,73 +28,106 @@ struct Matrices {
         return expert % launch_args<T>(args).expanded.rooms;
     }
 
+    // A warp reads eight rows at once, a lane 32 numbers of one: 4 KB are on their way, for a warp has
+    // nothing else to do while they come. Two lanes exchange words of eight numbers, so that both together
+    // write the 32 bytes of a sector.
     class Patch {
       public:
         MEGAMOE_DEVICE Patch(const Args& args, GemmId id, int expert, int i) {
             Matrices m(args, id);
             int g = is_w2(id) ? 0 : 1, group = i % m.groups(), first = i / m.groups() % m.row_blocks();
-            int plane = i / m.groups() / m.row_blocks(), row = first * patch_rows + lane_row();
-            int column = group * scale_group + 8 * lane_word();
+            int plane = i / m.groups() / m.row_blocks(), row = first * patch_rows + arch::lane_idx() / 4;
+            int pair = arch::lane_idx() % 4 / 2, column = group * scale_group + pair * 2 * unit;
             const Expanded& e = launch_args<T>(args).expanded;
             row_bytes_ = static_cast<int>(e.row_bytes[g]);
             from_ = e.packed[g] + expert * e.expert_bytes[g] + plane * e.plane_bytes[g] +
-                    int64_t{row} * row_bytes_ + column / Weights::packed;
+                    int64_t{row} * row_bytes_ + (column + odd() * unit) / Weights::packed;
             int64_t blocks = int64_t{expert * m.planes + plane} * ceil_div(m.rows, scale_group);
             int64_t block = (blocks + row / scale_group) * m.groups() + group;
             block_ = reinterpret_cast<const uint8_t*>(gemm_of<T>(args, g == 0 ? id : GemmId::gemm2).b_scale) +
                      block * Weights::block_bytes;
             // [2, 128 rows, scales of 64 numbers]
-            constexpr int row_scales = 64 / Weights::group;
-            scale_ = block_ + sizeof(ScaleHeader) + lane_word() / 8 * scale_group * row_scales +
-                     row % scale_group * row_scales + lane_word() % 8 * 8 / Weights::group;
+            scale_ = block_ + sizeof(ScaleHeader) + (pair * scale_group + row % scale_group) * row_scales;
             int64_t plane_numbers = int64_t{m.rows} * m.columns;  // as many as w2 has
             int64_t planes_before = int64_t{room(args, expert)} * (1 + w13_planes<T>()) + g + plane;
             to_ = reinterpret_cast<uint16_t*>(e.panels) + planes_before * plane_numbers +
-                  int64_t{row} * m.columns + column;
+                  int64_t{row} * m.columns + column + odd() * word;
             columns_ = m.columns;
-            rows_ = column < m.columns ? m.rows - row : 0;
+            MEGAMOE_UNROLL
+            for (int u = 0; u < 2; ++u) rows_[u] = column + u * unit < m.columns ? m.rows - row : 0;
         }
         MEGAMOE_DEVICE void expand() const {
-            constexpr int ahead = 8, step = 2;  // rows of a lane on their way at once; rows of a warp
-            float of_sums = reinterpret_cast<const ScaleHeader*>(block_)->of_sums;
             MEGAMOE_UNROLL_BY(1)
-            for (int i = 0; i < patch_rows; i += step * ahead) {
-                uint32_t codes[ahead];
-                int scales[ahead];
-                MEGAMOE_UNROLL
-                for (int j = 0; j < ahead; ++j) {
-                    int row = i + step * j;
-                    bool there = row < rows_;
-                    codes[j] =
-                        there ? *reinterpret_cast<const uint32_t*>(from_ + int64_t{row} * row_bytes_) : 0;
-                    scales[j] = there ? scale_[row * (64 / Weights::group)] : 0;
-                }
-                MEGAMOE_UNROLL
-                for (int j = 0; j < ahead; ++j) {
-                    int row = i + step * j;
-                    uint32_t factor = Weights::template factor<false>(scales[j], 0), out[4];
-                    MEGAMOE_UNROLL
-                    for (int part = 0; part < 2; ++part)
-                        ExpandTo<Bf16Rows, Weights>::expand(out + 2 * part, Codes(codes[j]), factor, part);
-                    if constexpr (Weights::scales_sums) {
-                        MEGAMOE_UNROLL
-                        for (uint32_t& pair : out)
-                            pair = arch::pack_bf16x2(arch::bf16_lo(pair) * of_sums,
-                                                     arch::bf16_hi(pair) * of_sums);
-                    }
-                    if (row < rows_)
-                        arch::store_vec(reinterpret_cast<uint4_t*>(to_ + int64_t{row} * columns_),
-                                        {out[0], out[1], out[2], out[3]});
-                }
+            for (int i = 0; i < patch_rows; i += 8 * ahead) {
+                Read now;
+                read(now, i);
+                write(now, i);
             }
         }
 
       private:
-        static MEGAMOE_DEVICE int lane_row() { return arch::lane_idx() / 16; }
-        static MEGAMOE_DEVICE int lane_word() { return arch::lane_idx() % 16; }
+        // Rows of a lane that are read together. More of NVFP4's spill.
+        static constexpr int ahead = Weights::scales_sums ? 4 : 8;
+        static constexpr int unit = 32, word = 8, row_scales = 2 * unit / Weights::group;
+        struct Read {
+            uint4_t codes[ahead];
+            int scales[ahead];  // of the pair's 64 numbers
+        };
+        static MEGAMOE_DEVICE int odd() { return arch::lane_idx() % 2; }
+        MEGAMOE_DEVICE void read(Read& to, int first) const {
+            int rows = odd() != 0 ? rows_[1] : rows_[0];
+            MEGAMOE_UNROLL
+            for (int j = 0; j < ahead; ++j) {
+                int row = first + 8 * j;
+                to.codes[j] = {0, 0, 0, 0}, to.scales[j] = 0;
+                if (row < rows)
+                    to.codes[j] = *reinterpret_cast<const uint4_t*>(from_ + int64_t{row} * row_bytes_);
+                if (row < rows_[0]) to.scales[j] = read_scales<row_scales>(scale_ + row * row_scales);
+            }
+        }
+        MEGAMOE_DEVICE void write(const Read& from, int first) const {
+            float of_sums = reinterpret_cast<const ScaleHeader*>(block_)->of_sums;
+            bool is_odd = odd() != 0;
+            MEGAMOE_UNROLL
+            for (int j = 0; j < ahead; ++j) {
+                int row = first + 8 * j;
+                const uint4_t& v = from.codes[j];
+                uint32_t words[2][2];  // the even lane's are 0 and 2 of either unit, the odd one's 1 and 3
+                MEGAMOE_UNROLL
+                for (int k = 0; k < 2; ++k) {
+                    uint32_t even_word = k == 0 ? v.x : v.z, odd_word = k == 0 ? v.y : v.w;
+                    uint32_t other = arch::shfl_xor(is_odd ? even_word : odd_word, 1);
+                    words[0][k] = is_odd ? other : even_word;
+                    words[1][k] = is_odd ? odd_word : other;
+                }
+                uint16_t* to = to_ + int64_t{row} * columns_;
+                MEGAMOE_UNROLL
+                for (int u = 0; u < 2; ++u) {
+                    MEGAMOE_UNROLL
+                    for (int k = 0; k < 2; ++k) {
+                        int scale = from.scales[j] >> (u * unit + k * 2 * word) / Weights::group * 8 & 0xff;
+                        uint32_t factor = Weights::template factor<false>(scale, 0), out[4];
+                        MEGAMOE_UNROLL
+                        for (int part = 0; part < 2; ++part)
+                            ExpandTo<Bf16Rows, Weights>::expand(out + 2 * part, Codes(words[u][k]), factor,
+                                                                part);
+                        if constexpr (Weights::scales_sums) {
+                            MEGAMOE_UNROLL
+                            for (uint32_t& two : out)
+                                two = arch::pack_bf16x2(arch::bf16_lo(two) * of_sums,
+                                                        arch::bf16_hi(two) * of_sums);
+                        }
+                        if (row < rows_[u])
+                            arch::store_vec(reinterpret_cast<uint4_t*>(to + u * unit + k * 2 * word),
+                                            {out[0], out[1], out[2], out[3]});
+                    }
+                }
+            }
+        }
+
         const uint8_t *from_, *block_, *scale_;
         uint16_t* to_;
-        int row_bytes_, rows_, columns_;
+        int row_bytes_, columns_, rows_[2];  // rows: of either unit, from this lane's first one on
     };
 };
 
