@@ -141,7 +141,7 @@ def quantize_rows(x: Tensor, ends: Ends | None = None, places: int = 0) -> Pair:
         scale = made(torch.empty((len(x), groups), dtype=torch.float32, device=x.device))
         _launch_rows(QUANTIZE_ROWS_ENTRY, x, q, scale)
         return q, scale
-    scale = made(torch.zeros((groups, places), dtype=torch.float32, device=x.device), zeros=True)
+    scale = made(torch.empty((groups, places), dtype=torch.float32, device=x.device))
     by_block: Any = {"places": places, "num_experts": ends[1], "alignment": ends[2]}
     by_block["ends"] = None if ends[0] is None else ends[0].data_ptr()
     _launch_rows(QUANTIZE_ROWS_ENTRY, x, q, scale, **by_block)
@@ -171,14 +171,14 @@ def dequantize_rows(q: Tensor, scale: Tensor) -> Tensor:
     return x
 
 
-def rows_grid(rows: int, columns: int) -> tuple[int, int, int]:
-    return -(-rows // 8), -(-columns // 1024), 1
+def rows_grid(rows: int, columns: int, num_experts: int = 0) -> tuple[int, int, int]:
+    return -(-rows // 8) + -(-num_experts // 8), -(-columns // 1024), 1
 
 
 def _launch_rows(entry: str, x: Tensor, q: Tensor, scale: Tensor, **by_block: Any) -> None:
-    if x.numel():
+    if scale.numel():
         args = _RowsArgs(x.data_ptr(), q.data_ptr(), scale.data_ptr(), *x.shape, **by_block)
-        _launch(entry, x.device, rows_grid(*x.shape), args)
+        _launch(entry, x.device, rows_grid(*x.shape, num_experts=args.num_experts), args)
 
 
 def dequantize_mxfp4(packed: Tensor, scale: Tensor, out: Tensor) -> None:

@@ -24,10 +24,10 @@ class _Recording(threading.local):
 recording = _Recording()
 
 
-def made(t: Tensor, zeros: bool = False) -> Tensor:
-    """Return memory that was allocated now, for a result or between launches. zeros: else it has any content."""
+def made(t: Tensor) -> Tensor:
+    """Return memory of any content that was allocated now, for a result or between launches."""
     for plan in recording.plans:
-        plan.allocated(t, zeros)
+        plan.allocated(t)
     return t
 
 

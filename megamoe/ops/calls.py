@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megamoe.core.planes import IN_MEMORY, STRIDE_BYTES, SUSPECT_BELOW
 from megamoe.core.transforms import records, watched
-from megamoe.jit.recording import made, recording
+from megamoe.jit.recording import recording
 from megamoe.launch.launches import allocator, current_stream_handle, launch_lock, on_device
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -35,9 +35,9 @@ class Plan:
         self._results: list[int] | None = None
         self._device, self._is_one, self.complete = torch.device("cpu"), False, True
 
-    def allocated(self, t: Tensor, zeros: bool) -> None:
+    def allocated(self, t: Tensor) -> None:
         i = len(self._given) + len(self._live)
-        self._made.append((i, (tuple(t.shape), t.stride(), t.dtype, zeros)))
+        self._made.append((i, (tuple(t.shape), t.stride(), t.dtype)))
         self._live.append(t)
 
     def launched(self, block: Any, addresses: list[int]) -> None:
@@ -79,12 +79,10 @@ class Plan:
         device, plans = self._device, recording.plans
         with launch_lock, on_device(device):
             tensors, new = [*given, *self._live], allocator(device.type == "cuda")
-            for i, (shape, strides, dtype, zeros) in self._made:
-                tensors[i] = t = new(shape, strides, dtype)
-                if zeros:
-                    t.zero_()
-                if plans:
-                    made(t, zeros)
+            for i, of_memory in self._made:
+                tensors[i] = new(*of_memory)
+                for plan in plans:
+                    plan.allocated(tensors[i])
             for block, places in self._launches:
                 of = [0 if p is None else tensors[p[0]].data_ptr() + p[1] for p in places]
                 block.launch(of, current_stream_handle(device.index))

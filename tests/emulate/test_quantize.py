@@ -248,17 +248,19 @@ ENDS = [
 def test_scales_by_block_are_the_formulas(
     kernel: Any, ends: list[int] | None, alignment: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Zeros where no row of an expert is."""
-    found, x = run_launch(kernel, monkeypatch), weights(1, 170, 272)[0]
+    """Zeros where no row of an expert is, of no row at all, too."""
+    found, whole = run_launch(kernel, monkeypatch), weights(1, 170, 1160)[0]
+    monkeypatch.setattr(quantize, "made", lambda t: t.fill_(7))  # what is not written would show
     offs = None if ends is None else torch.tensor(ends, dtype=torch.int32)
     num = 1 if ends is None else len(ends)
     groups = Groups(offs, alignment)
-    made = quantize.quantize_rows(x, (offs, num, alignment), num_places(len(x), num))
-    q, scale = quantize_rows(x)
-    assert same_bits(made[0], q)
-    inside = groups.of_rows(x)[1][:, None]
-    assert same_bits(made[1], by_block(scale.where(inside, 0), groups, num))
-    assert found == ["megamoe_quantize_rows"]
+    for x in (whole, whole[:, :272].contiguous(), whole[:0]):
+        made = quantize.quantize_rows(x, (offs, num, alignment), num_places(len(x), num))
+        q, scale = quantize_rows(x)
+        assert same_bits(made[0], q)
+        inside = groups.of_rows(x)[1][:, None]
+        assert same_bits(made[1], by_block(scale.where(inside, 0), groups, num))
+    assert found == ["megamoe_quantize_rows"] * 3
 
 
 @pytest.mark.parametrize(("ends", "alignment"), ENDS)

@@ -153,7 +153,8 @@ MEGAMOE_DEVICE void quantize_weights(const QuantizeWeightsArgs& args) {
 constexpr int quantize_loads = 4;
 constexpr int quantize_lanes = scale_group / quantize_edge;  // that have a group
 
-// Which columns a lane has: a vector of each pair of groups. gridDim: ceil(M/8), ceil(H/1024)
+// Which columns a lane has: a vector of each pair of groups. gridDim: ceil(M/8), with scales by block and
+// ceil(E/8) for experts; ceil(H/1024)
 struct RowPlace {
     int row, lane, first_column;
     int64_t at;  // of the first column
@@ -182,9 +183,37 @@ MEGAMOE_DEVICE int place_by_block(const QuantizeRowsArgs& args, int row) {
     return -1;
 }
 
+// Zeros where no row's scales are: in an expert's last block, and in its part of what is behind all blocks.
+MEGAMOE_DEVICE void clear_places(const QuantizeRowsArgs& args, int expert, int first_group) {
+    SortedExperts experts{args.ends, args.num_experts, args.rows, args.alignment, scale_group};
+    int begin = 0;
+    MEGAMOE_UNROLL_BY(1)
+    for (int e0 = 0; e0 < args.num_experts; e0 += 32) {
+        SortedExperts::Own own = experts.next(e0);
+        int end = own.first_block * scale_group + own.end - own.begin;
+        if (expert / 32 * 32 == e0) begin = arch::shfl(end, expert % 32);
+    }
+    int behind = experts.blocks_before * scale_group;
+    int part = ceil_div(args.places - behind, args.num_experts), first = behind + expert * part;
+    int last_group = min_of(ceil_div(args.columns, scale_group), first_group + 2 * quantize_loads);
+    for (int group = first_group; group < last_group; ++group) {
+        float* scales = args.scale + static_cast<int64_t>(group) * args.places;
+        for (int i = begin + arch::lane_idx(); i < ceil_div(begin, scale_group) * scale_group; i += 32)
+            scales[i] = 0.0f;
+        for (int i = first + arch::lane_idx(); i < min_of(first + part, args.places); i += 32)
+            scales[i] = 0.0f;
+    }
+}
+
 MEGAMOE_DEVICE void quantize_rows(const QuantizeRowsArgs& args) {
+    constexpr int warps = quantize_threads / 32;
     RowPlace place(args);
-    if (place.row >= args.rows) return;
+    if (place.row >= args.rows) {
+        int expert = place.row - ceil_div(args.rows, warps) * warps;
+        if (args.places != 0 && expert >= 0 && expert < args.num_experts)
+            clear_places(args, expert, static_cast<int>(blockIdx.y) * 2 * quantize_loads);
+        return;
+    }
     const auto* x = static_cast<const uint16_t*>(args.x) + place.at;
     auto* q = static_cast<uint8_t*>(args.q) + place.at;
     auto is_inside = [&](int i) { return place.first_column + RowPlace::offset(i) < args.columns; };
@@ -217,7 +246,7 @@ MEGAMOE_DEVICE void quantize_rows(const QuantizeRowsArgs& args) {
     args.scale[at] = divided.scale();
 }
 
-// Back to bf16, on the same grid.
+// Back to bf16, on the grid of scales by row.
 MEGAMOE_DEVICE void dequantize_rows(const QuantizeRowsArgs& args) {
     RowPlace place(args);
     if (place.row >= args.rows) return;
