@@ -178,7 +178,7 @@ def rows_grid(rows: int, columns: int, num_experts: int = 0) -> tuple[int, int, 
 def _launch_rows(entry: str, x: Tensor, q: Tensor, scale: Tensor, **by_block: Any) -> None:
     if scale.numel():
         args = _RowsArgs(x.data_ptr(), q.data_ptr(), scale.data_ptr(), *x.shape, **by_block)
-        _launch(entry, x.device, rows_grid(*x.shape, num_experts=args.num_experts), args)
+        _launch(entry, x.device, rows_grid(args.rows, args.columns, args.num_experts), args)
 
 
 def dequantize_mxfp4(packed: Tensor, scale: Tensor, out: Tensor) -> None:
