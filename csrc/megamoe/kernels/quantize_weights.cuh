@@ -152,6 +152,7 @@ MEGAMOE_DEVICE void quantize_weights(const QuantizeWeightsArgs& args) {
 // Vectors of a thread that are in flight together: a warp has 8 groups of a row.
 constexpr int quantize_loads = 4;
 constexpr int quantize_lanes = scale_group / quantize_edge;  // that have a group
+constexpr int quantize_step = 32 * quantize_edge;            // columns of a warp's vectors
 
 // Which columns a lane has: a vector of each pair of groups. gridDim: ceil(M/8), with scales by block and
 // ceil(E/8) for experts; ceil(H/1024)
@@ -165,8 +166,6 @@ struct RowPlace {
         first_column = (static_cast<int>(blockIdx.y) * quantize_loads * 32 + lane) * quantize_edge;
         at = static_cast<int64_t>(row) * args.columns + first_column;
     }
-    MEGAMOE_DEVICE static int offset(int i) { return i * 32 * quantize_edge; }
-    MEGAMOE_DEVICE int group(int i) const { return (first_column + offset(i)) / scale_group; }
 };
 
 // Which of the scales by block is that of a row, -1 of a row of no expert. For a whole warp.
@@ -198,10 +197,11 @@ MEGAMOE_DEVICE void clear_places(const QuantizeRowsArgs& args, int expert, int f
     int last_group = min_of(ceil_div(args.columns, scale_group), first_group + 2 * quantize_loads);
     for (int group = first_group; group < last_group; ++group) {
         float* scales = args.scale + static_cast<int64_t>(group) * args.places;
-        for (int i = begin + arch::lane_idx(); i < ceil_div(begin, scale_group) * scale_group; i += 32)
-            scales[i] = 0.0f;
-        for (int i = first + arch::lane_idx(); i < min_of(first + part, args.places); i += 32)
-            scales[i] = 0.0f;
+        auto clear = [&](int from, int to) {
+            for (int i = from + arch::lane_idx(); i < to; i += 32) scales[i] = 0.0f;
+        };
+        clear(begin, ceil_div(begin, scale_group) * scale_group);
+        clear(first, min_of(first + part, args.places));
     }
 }
 
@@ -216,11 +216,11 @@ MEGAMOE_DEVICE void quantize_rows(const QuantizeRowsArgs& args) {
     }
     const auto* x = static_cast<const uint16_t*>(args.x) + place.at;
     auto* q = static_cast<uint8_t*>(args.q) + place.at;
-    auto is_inside = [&](int i) { return place.first_column + RowPlace::offset(i) < args.columns; };
+    auto is_inside = [&](int i) { return place.first_column + i * quantize_step < args.columns; };
     Bf16x8 v[quantize_loads];
     MEGAMOE_UNROLL
     for (int i = 0; i < quantize_loads; ++i)
-        v[i] = is_inside(i) ? *reinterpret_cast<const Bf16x8*>(x + RowPlace::offset(i)) : Bf16x8{};
+        v[i] = is_inside(i) ? *reinterpret_cast<const Bf16x8*>(x + i * quantize_step) : Bf16x8{};
     int by_block = args.places == 0 ? 0 : place_by_block(args, place.row);  // while v is on its way
     // A lane divides for one group of its half of the warp, the others take the quotient from there.
     int mine = place.lane % quantize_lanes;
@@ -237,9 +237,10 @@ MEGAMOE_DEVICE void quantize_rows(const QuantizeRowsArgs& args) {
     for (int i = 0; i < quantize_loads; ++i) {
         float of_group = arch::shfl(inverse, place.lane - mine + i);
         E4m3x8 out = {{v[i].quad(0, of_group), v[i].quad(1, of_group)}};
-        if (is_inside(i)) *reinterpret_cast<E4m3x8*>(q + RowPlace::offset(i)) = out;
+        if (is_inside(i)) *reinterpret_cast<E4m3x8*>(q + i * quantize_step) = out;
     }
-    int groups = ceil_div(args.columns, scale_group), group = place.group(mine);
+    int groups = ceil_div(args.columns, scale_group),
+        group = (place.first_column + mine * quantize_step) / scale_group;
     if (mine >= quantize_loads || group >= groups || by_block < 0) return;
     int64_t at = static_cast<int64_t>(place.row) * groups + group;
     if (args.places != 0) at = static_cast<int64_t>(group) * args.places + by_block;
@@ -253,10 +254,10 @@ MEGAMOE_DEVICE void dequantize_rows(const QuantizeRowsArgs& args) {
     const float* scales = args.scale + static_cast<int64_t>(place.row) * ceil_div(args.columns, scale_group);
     MEGAMOE_UNROLL
     for (int n = 0; n < quantize_loads; ++n) {
-        if (place.first_column + RowPlace::offset(n) >= args.columns) return;
-        int64_t at = place.at + RowPlace::offset(n);
+        if (place.first_column + n * quantize_step >= args.columns) return;
+        int64_t at = place.at + n * quantize_step;
         E4m3x8 q = *reinterpret_cast<const E4m3x8*>(static_cast<const uint8_t*>(args.q) + at);
-        float scale = scales[place.group(n)];
+        float scale = scales[(place.first_column + n * quantize_step) / scale_group];
         Bf16x8 out;
         MEGAMOE_UNROLL
         for (int i = 0; i < 2; ++i) {
