@@ -74,13 +74,14 @@ def of_weights(
 ) -> tuple[Tensor | None, Tensor | None]:
     """dy: [M, N], x: [M, K], w: [E, K, N] -> gradients of w, as it lies, and of its bias, by what these names need."""
     of_w, of_bias = (call.needs[name] for name in names)
-    if of_w and w.stride(2) == 1 and not of_bias:
-        return grouped_wgrad(x, dy, call.offs, call.alignment, w.shape[0], False, False)[0], None
-    if not (of_w or of_bias):
-        return None, None
-    dw, sums = grouped_wgrad(dy, x, call.offs, call.alignment, w.shape[0], False, of_bias)
-    db = sums.to(getattr(call, names[1])) if of_bias else None
-    return dw.transpose(1, 2) if of_w else None, db
+    rest, dw, db = (call.offs, call.alignment, w.shape[0], False), None, None
+    if of_w and w.stride(2) == 1:  # autograd copies a gradient that lies otherwise than w
+        dw, x = grouped_wgrad(x, dy, *rest, False)[0], x[:, :8]  # few columns: dy's sums are wanted, no product
+    if of_bias or (of_w and dw is None):
+        turned, sums = grouped_wgrad(dy, x, *rest, of_bias)
+        dw = turned.transpose(1, 2) if of_w and dw is None else dw
+        db = sums.to(getattr(call, names[1])) if of_bias else None
+    return dw, db
 
 
 def _of_first(dgu: Tensor, name: str, bias: str, call: Any) -> Found:

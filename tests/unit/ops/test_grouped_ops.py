@@ -114,6 +114,9 @@ def test_product_has_gradients_in_the_layout_of_its_weights(columns, bias):
     wide = [None if t is None else t.float() for t in tensors]
     for f, e in zip(found, gradients(loop, wide), strict=True):
         near(f, e)
+    leaves = [t.requires_grad_() for t in tensors[1:] if t is not None]
+    y = ops.grouped_mm(tensors[0], w, offs=OFFS, bias=tensors[2])
+    assert torch.autograd.grad(y.sum(), leaves)[0].stride() == w.stride()  # autograd would copy another
 
 
 @pytest.mark.parametrize("ends", [[-5, 7, 3, 9], [200, 1, 300, 2], [0, 0, 0, 0], [7, 7, 11, 11]])
