@@ -4,13 +4,12 @@
 
 namespace megamoe {
 
-// Rows that a warp takes at a time: few, so that the first blocks are complete first; fewer yet when there
-// are not many rows, so that every warp has some. Affects timing only.
+// Rows that a warp takes at a time: few, so that the first blocks are complete first; one where tokens are
+// fewer than warps. A token has one leader and one closer, which alone are work, and these stand together.
+// Affects timing only.
 constexpr int max_batch_rows = 4;
 MEGAMOE_DEVICE int rows_per_batch(const Context& ctx, int num_rows) {
-    int rows = max_batch_rows;
-    while (rows > 1 && num_rows < rows * num_transports(ctx)) rows /= 2;
-    return rows;
+    return num_rows < num_transports(ctx) * max_of(ctx.args.top_k, max_batch_rows) ? 1 : max_batch_rows;
 }
 
 template <class X>
