@@ -104,6 +104,7 @@ inline V* in_member(V* p, int member) {
 }
 
 void mbar_init(uint64_t* bar, uint32_t arrivals);
+void mbar_inval(uint64_t* bar);
 Mbarrier* look_at(uint64_t* bar, uint32_t parity, const char* what);
 void mbar_wait(uint64_t* bar, uint32_t parity);
 void named_sync(int id, int num_threads);
@@ -139,6 +140,15 @@ void mbar_init(uint64_t* bar, uint32_t arrivals) {
     Mbarrier barrier{0, static_cast<uint16_t>(arrivals), 0};
     barrier.set(arrivals, 0);
     memcpy(bar, &barrier, 8);
+    auto& all = current->cta->initialised;
+    if (std::find(all.begin(), all.end(), reinterpret_cast<uint8_t*>(bar)) != all.end())
+        machine.fail("mbar_init: the mbarrier was not invalidated");
+    all.push_back(reinterpret_cast<uint8_t*>(bar));
+}
+void mbar_inval(uint64_t* bar) {
+    check_mbarrier(*current->cta, bar, "mbar_inval");
+    std::erase(current->cta->initialised, reinterpret_cast<uint8_t*>(bar));
+    memset(bar, 0xff, 8);
 }
 
 Mbarrier* look_at(uint64_t* bar, uint32_t parity, const char* what) {

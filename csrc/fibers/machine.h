@@ -388,6 +388,11 @@ size_t check_shared(const Cta& cta, const void* pointer, size_t bytes, size_t al
                      cta.shared_bytes);
     if (static_cast<size_t>(offset) % alignment)
         machine.fail("%s: shared +%td is not a multiple of %zu", what, offset, alignment);
+    // PTX ISA, mbarrier.inval: memory of an mbarrier must not be used otherwise before. 8 bytes: the barrier.
+    const uint8_t* begin = cta.shared + offset;
+    for (const uint8_t* barrier : cta.initialised)
+        if (bytes > 8 && barrier + 8 > begin && barrier < begin + bytes)
+            machine.fail("%s: an mbarrier at shared %+td was not invalidated", what, barrier - cta.shared);
     return static_cast<size_t>(offset);
 }
 #endif

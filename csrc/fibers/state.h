@@ -166,8 +166,9 @@ struct Cta {
     std::vector<Warp> warps;
     std::vector<Warpgroup> warpgroups;
     NamedBarrier named[num_named_barriers];
-    NamedBarrier cluster;                  // used in the cluster's first CTA
-    std::vector<MbarrierQueue> mbarriers;  // those with waiters
+    NamedBarrier cluster;                     // used in the cluster's first CTA
+    std::vector<MbarrierQueue> mbarriers;     // those with waiters
+    std::vector<const uint8_t*> initialised;  // mbarriers, until they are invalidated
     std::vector<Store> stores;
     std::vector<Copy> copies;
     int loads_in_flight = 0;

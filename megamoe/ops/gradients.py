@@ -76,7 +76,8 @@ def of_weights(
     of_w, of_bias = (call.needs[name] for name in names)
     rest, dw, db = (call.offs, call.alignment, w.shape[0], False), None, None
     if of_w and w.stride(2) == 1:  # autograd copies a gradient that lies otherwise than w
-        dw, x = grouped_wgrad(x, dy, *rest, False)[0], x[:, :8]  # few columns: dy's sums are wanted, no product
+        dw = grouped_wgrad(x, dy, *rest, False)[0]
+        x = x[:, :8]  # few columns: of the next product only dy's sums are wanted
     if of_bias or (of_w and dw is None):
         turned, sums = grouped_wgrad(dy, x, *rest, of_bias)
         dw = turned.transpose(1, 2) if of_w and dw is None else dw

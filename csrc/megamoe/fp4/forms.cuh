@@ -51,9 +51,10 @@ struct PackedForms {
         static constexpr bool is_packed = true, has_tall = megamoe::has_tall<T>, in_rooms = false;
 
         static MEGAMOE_DEVICE int slot_steps(const Tile& tile) { return megamoe::slot_steps<T>(tile); }
-        static MEGAMOE_DEVICE void init_barrier(int slot) {
+        template <class Visit>
+        static MEGAMOE_DEVICE void each_barrier(int slot, Visit visit) {
             if constexpr (expands_slots<T>)  // of either half the four warps of a warpgroup
-                arch::mbar_init(&tile_smem<T>().forms.expanded.full[slot], math_role.num_warps);
+                visit(&tile_smem<T>().forms.expanded.full[slot], math_role.num_warps);
         }
         template <class Rows>
         static MEGAMOE_DEVICE void load_a(Context& ctx, PipelineRing<T>& ring, const Tile& tile, Rows& rows,

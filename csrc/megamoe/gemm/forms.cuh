@@ -29,7 +29,8 @@ struct OneForm {
         // Are weights expanded in memory for all tiles? place_of() waits, and says in which room.
         static constexpr bool in_rooms = false;
         static MEGAMOE_DEVICE int slot_steps(const Tile&) { return 1; }
-        static MEGAMOE_DEVICE void init_barrier(int) {}
+        template <class Visit>
+        static MEGAMOE_DEVICE void each_barrier(int, Visit) {}  // visit(mbarrier, arrivals of a phase)
         static MEGAMOE_DEVICE void pass_slot(Context&, const PipelineRing<T>&) {}
         static MEGAMOE_DEVICE void multiply(Sums<T>& sum, Context& ctx, PipelineRing<T>& ring,
                                             const Tile& tile) {

@@ -15,7 +15,7 @@ MEGAMOE_DEVICE void init_barriers() {
             arch::mbar_init(&smem.pipeline.full[s], 2);  // load_a and load_b
             // every math warp of the pair
             arch::mbar_init(&smem.pipeline.empty[s].bits, pair_ctas * math_role.num_warps);
-            Forms<T>::init_barrier(s);
+            Forms<T>::each_barrier(s, arch::mbar_init);
         }
         for (int g = 0; g < num_math_warpgroups; ++g) {
             for (int s = 0; s < S::num_output_slots; ++s) {

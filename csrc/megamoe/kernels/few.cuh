@@ -29,25 +29,32 @@ struct FewLayer : ForwardLayer<P, Activation, S> {
     using Way = OneRank;
 };
 
+// visit(mbarrier, arrivals of a phase)
+template <class T, class Visit>
+MEGAMOE_DEVICE void each_few_barrier(Context& ctx, Visit visit) {
+    auto& smem = tile_smem<T>();
+    auto& few = T::Way::smem(ctx);
+    for (int s = 0; s < T::Tiling::num_slots; ++s) {
+        visit(&smem.pipeline.full[s], 2);  // load_b and a warp of gather
+        visit(&smem.pipeline.empty[s].bits, math_role.num_warps);
+        Forms<T>::each_barrier(s, visit);
+    }
+    for (int s = 0; s < T::Tiling::num_output_slots; ++s) {
+        visit(&smem.outputs[0].full[s], math_role.num_warps * 32);
+        visit(&smem.outputs[0].empty[s], 1);
+    }
+    for (int s = 0; s < num_dealt; ++s) {
+        visit(&few.slots.full[s], 1);
+        visit(&few.slots.empty[s], 2 + num_transport_warps);  // load_b, scatter, gather
+    }
+    T::Way::each_barrier(ctx, visit);
+}
+
 template <class T>
 MEGAMOE_DEVICE void init_few_barriers(Context& ctx) {
     static_assert(sizeof(CtaSmem<typename T::Tiling>) <= max_smem_bytes, "more than a CTA can have");
-    auto& smem = tile_smem<T>();
-    auto& few = T::Way::smem(ctx);
     if (arch::thread_idx() == 0) {
-        for (int s = 0; s < T::Tiling::num_slots; ++s) {
-            arch::mbar_init(&smem.pipeline.full[s], 2);  // load_b and a warp of gather
-            arch::mbar_init(&smem.pipeline.empty[s].bits, math_role.num_warps);
-            Forms<T>::init_barrier(s);
-        }
-        for (int s = 0; s < T::Tiling::num_output_slots; ++s) {
-            arch::mbar_init(&smem.outputs[0].full[s], math_role.num_warps * 32);
-            arch::mbar_init(&smem.outputs[0].empty[s], 1);
-        }
-        for (int s = 0; s < num_dealt; ++s) {
-            arch::mbar_init(&few.slots.full[s], 1);
-            arch::mbar_init(&few.slots.empty[s], 2 + num_transport_warps);  // load_b, scatter, gather
-        }
+        each_few_barrier<T>(ctx, arch::mbar_init);
         T::Way::init(ctx);
         arch::mbar_fence_init();
     }
@@ -188,7 +195,10 @@ MEGAMOE_DEVICE bool run_few(const Args& args) {
     }
     cta_sync();
     if (T::Way::takes_ordinary(ctx)) {
-        cta_sync();  // all have seen it
+        // Their memory holds rows of tiles then.
+        if (arch::thread_idx() == 0)
+            each_few_barrier<T>(ctx, [](uint64_t* bar, int) { arch::mbar_inval(bar); });
+        cta_sync();
         return true;
     }
     leave_few<T>(ctx);

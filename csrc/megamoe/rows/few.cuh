@@ -390,6 +390,8 @@ MEGAMOE_DEVICE void reduce_few(Context& ctx) {
 struct OneRank {
     static MEGAMOE_DEVICE FewSmem& smem(Context& ctx) { return ctx.smem.few; }
     static MEGAMOE_DEVICE void init(Context&) {}
+    template <class Visit>
+    static MEGAMOE_DEVICE void each_barrier(Context&, Visit) {}
     // Is x not as MMAs take it? Then the math warps of all CTAs stage it first.
     template <class T>
     static MEGAMOE_DEVICE bool stages_x(const Args& args) {

@@ -384,10 +384,11 @@ MEGAMOE_DEVICE PushedSum y_of(Context& ctx, int token, int slice) {
 
 struct Pushed {
     static MEGAMOE_DEVICE PushSmem& smem(Context& ctx) { return ctx.smem.push; }
-    static MEGAMOE_DEVICE void init(Context& ctx) {
-        arch::mbar_init(&ctx.smem.push.listed, 1);
-        arch::mbar_init(&ctx.smem.push.all_begun, 1);
-        ctx.smem.sum_slices = {pushed_slices(ctx.args), 32};
+    static MEGAMOE_DEVICE void init(Context& ctx) { ctx.smem.sum_slices = {pushed_slices(ctx.args), 32}; }
+    template <class Visit>
+    static MEGAMOE_DEVICE void each_barrier(Context& ctx, Visit visit) {
+        visit(&ctx.smem.push.listed, 1);
+        visit(&ctx.smem.push.all_begun, 1);
     }
     // Math warps, before their first slot: x, a token to a rank at a time. It waits for nothing.
     template <class T>

@@ -100,6 +100,11 @@ MEGAMOE_DEVICE void mbar_init(uint64_t* bar, uint32_t arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_address(bar)), "r"(arrivals)
                  : "memory");
 }
+// Before its memory holds anything else. The device keeps mbarriers beside shared memory, too: without this,
+// and only if the GPU was taken from the kernel in between, an old one came back over later data.
+MEGAMOE_DEVICE void mbar_inval(uint64_t* bar) {
+    asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(smem_address(bar)) : "memory");
+}
 MEGAMOE_DEVICE void mbar_fence_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 MEGAMOE_DEVICE void mbar_arrive(uint64_t* bar) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(smem_address(bar)) : "memory");
