@@ -263,6 +263,7 @@ inline void World::fiber_main() {
     }
     world.done_[t] = true;
     world.pending_[t] = {};
+    fibers::switch_context(world.fibers_[t].context, world.main_);
 }
 
 // --- scenarios

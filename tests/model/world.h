@@ -11,8 +11,6 @@
 // cell, or a read and a later write, could swap) with sleep sets. tests/model/self_test.cpp compares it with
 // the exploration of everything. What is assumed and what is out of reach: docs/protocol.md.
 #pragma once
-#include <ucontext.h>
-
 #include <algorithm>
 #include <array>
 #include <cstdio>
@@ -25,6 +23,7 @@
 #include <unordered_set>
 #include <vector>
 
+#include "fibers/context.h"
 #include "megamoe/protocol/edges.h"
 #include "megamoe/protocol/ring.h"
 
@@ -232,7 +231,7 @@ class World {
     }
     [[noreturn]] void fail(std::string why) {
         error_ = std::move(why);
-        swapcontext(&fibers_[running_].context, &main_);
+        fibers::switch_context(fibers_[running_].context, main_);
         std::abort();
     }
     const std::string& cell_name(int cell) const { return cells_[cell].name; }
@@ -292,8 +291,8 @@ class World {
         Causes causes;
     };
     struct Fiber {
-        ucontext_t context;
-        std::unique_ptr<char[]> stack;
+        fibers::Context context;
+        std::unique_ptr<uint8_t[]> stack;
     };
     struct Step {                  // one node of the search, and the transition taken from it
         std::vector<int> enabled;  // transition = thread * max_choices + choice
@@ -329,7 +328,7 @@ class World {
     std::vector<uint32_t> outcome_;
     std::string error_;
     Probe probe_;
-    ucontext_t main_;
+    fibers::Context main_;
     int running_ = -1;
     bool poisoned_ = false;
 
@@ -345,12 +344,12 @@ class World {
     int visible(int t, Pending pending) {
         if (pending.kind == Kind::read && forced_[t] >= 0) return forced_[t];
         pending_[t] = pending;
-        swapcontext(&fibers_[t].context, &main_);
+        fibers::switch_context(fibers_[t].context, main_);
         return choice_[t];
     }
     void resume(int t) {
         running_ = t;
-        swapcontext(&main_, &fibers_[t].context);
+        fibers::switch_context(main_, fibers_[t].context);
     }
 
     bool covers(int scope, int from, int to) const {  // does `from`, at this scope, include `to`?
@@ -418,12 +417,8 @@ class World {
         current() = this;
         for (int t = 0; t < count() && error_.empty(); ++t) {
             Fiber& f = fibers_[t];
-            if (!f.stack) f.stack.reset(new char[stack_bytes]);
-            getcontext(&f.context);
-            f.context.uc_stack.ss_sp = f.stack.get();
-            f.context.uc_stack.ss_size = stack_bytes;
-            f.context.uc_link = &main_;
-            makecontext(&f.context, &World::fiber_main, 0);
+            if (!f.stack) f.stack.reset(new uint8_t[stack_bytes]);
+            fibers::make_context(f.context, f.stack.get(), stack_bytes, &World::fiber_main);
             resume(t);  // to its first visible operation
         }
     }
