@@ -39,7 +39,6 @@ class Entry:
     gradients: str | None = None  # of the weights: "bf16", "main_grad", added to fp32, or FROZEN
     reserve_sms: int | None = None  # None: the default
     through_layer: bool = False
-    step_blocks: int | None = None  # None: the default
     # backward: that keep their rows, for one launch of weight gradients; 0: it makes its own
     passes: int = 0
     products: str | None = None  # operands of weight gradients; None: the layer's default
@@ -95,7 +94,7 @@ class TimedLayer:
         self.masters = masters
         self.fp8: megamoe.ExpertWeights | None = None  # in place of these, where they do not change
         chosen: dict[str, Any] = {"reserve_sms": entry.reserve_sms}
-        chosen |= {"step_blocks": entry.step_blocks, "weight_gradients": entry.products}
+        chosen |= {"weight_gradients": entry.products}
         options: dict[str, Any] = {n: value for n, value in chosen.items() if value is not None}
         if profile:
             options["profile"] = True

@@ -1,6 +1,5 @@
 """Pictures of what was measured: tables of tools/latency_sweep.py beside the floors; how a figure is written."""
 
-import argparse
 import csv
 import io
 import json
@@ -194,10 +193,3 @@ def plot(found: list[Measurement], title: str, path: Path) -> bool:
         axis.set_title(f"{shape},{what} {precision}, EP{here[0].ranks}")
     save(figure, shorter(title, 75 * columns), path)
     return True
-
-
-def draw_again(args: argparse.Namespace) -> int:
-    """Draw the CSVs into one picture; return 1 without matplotlib."""
-    tables = [read(path) for path in args.csv]
-    found = [m for _, measurements in tables for m in measurements]
-    return 0 if plot(found, "\n".join(title for title, _ in tables), args.out) else 1

@@ -14,7 +14,7 @@ from bench import dram, gemms
 from bench.layers import E4M3_FORWARD, FROZEN, FROZEN_MADE, Entry, TimedLayer, layers_of
 from bench.plot import Measurement, plot
 from bench.ranks import Rank
-from bench.shapes import local_shapes, shapes_from
+from bench.shapes import local_shapes
 from bench.tables import WIDTH, header, write_table
 from bench.timing import Timer, modes_of
 from megamoe.core.table import PRECISIONS
@@ -147,16 +147,6 @@ def measure_all(
     if me.is_first and found:
         write_table(args.out / f"{args.name}.csv", title, found)
     return title, found
-
-
-def compare_all(
-    me: Rank, args: argparse.Namespace, compare: Callable[[Shape, Rank, argparse.Namespace], bool]
-) -> int:
-    """Compare each shape below a title; return 1 if one disagrees. Collective."""
-    me.print(header())
-    with torch.no_grad():
-        good = [compare(shape, me, args) for shape in shapes_from(args)]
-    return 0 if all(good) else 1
 
 
 def worker(me: Rank, args: argparse.Namespace) -> int:
