@@ -11,9 +11,8 @@ from torch import Tensor
 
 from megamoe.backends.reference.combine import combine, reduce
 from megamoe.backends.reference.gemm import grouped_gemm, grouped_outer
-from megamoe.backends.reference.layer import keep_rows, kept_tokens
+from megamoe.backends.reference.layer import keep_rows, kept_tokens, matrices
 from megamoe.backends.reference.quant import (
-    BLOCKS,
     GROUP,
     ROWS,
     formulas,
@@ -111,7 +110,7 @@ def backward(
             gu = _gate_up(saved, rows, x_values, given_experts, given)
             gu = note("gate_up", gu.to(stored)).to(wide)
 
-            dh = note("dh", _times_w2(problem, rows, dy_values, experts))
+            dh = note("dh", _times(problem, rows, dy_values, experts, "w2"))
             unscaled, h = activation_gradient(problem.activation, gu, dh)
             note("h", h)
             d_s = (dh * h).sum(1)
@@ -127,7 +126,7 @@ def backward(
             note("hs", hs if in_e4m3 else hs.to(stored))
 
             multiplied = dgu if rounding == "none" else _by_plane(problem, dgu, wide)
-            dx_rows = note("dx_rows", _times_w13(problem, rows, multiplied, experts).to(stored))
+            dx_rows = note("dx_rows", _times(problem, rows, multiplied, experts, "w13").to(stored))
             note("partials", reduce(rows, dx_rows, torch.ones_like(score_NK), stored))
             found = dict.fromkeys(("dw13", "dw2", "db13", "db2"))
             if check_tokens is None:
@@ -238,14 +237,6 @@ def _by_plane(problem: Problem, dgu: Tensor, wide: torch.dtype) -> Tensor:
     return torch.cat([_values(problem, plane, wide) for plane in planes], dim=1)
 
 
-def _matrix(problem: Problem, w: Tensor, scale: Tensor | None, e: int, planes: int) -> Tensor:
-    """w: [L, N, K] or [L, P, I, K] as stored, or before that (no scale) -> expert e's values [N, K]."""
-    matrix = w[e].reshape(-1, w.shape[-1])
-    if scale is None:
-        return matrix
-    return formulas(BLOCKS, problem.formats.w.name)(matrix, scale[e], planes)
-
-
 def _gate_up(
     problem: Problem, rows: Rows, x_rows: Tensor, experts: Any, given: Tensor | None
 ) -> Tensor:
@@ -257,27 +248,12 @@ def _gate_up(
             raise ValueError(f"gate_up.shape is {list(given.shape)}, expected {expected}")
         return given.to(x_rows.device).reshape(-1, width)
 
-    def matrix(e: int) -> Tensor:
-        planes = problem.activation.planes
-        return _matrix(problem, experts.w13, experts.w13_scale, e, planes).to(x_rows.dtype)
-
+    matrix = matrices(problem, experts, "w13", x_rows.dtype)
     return grouped_gemm(x_rows, rows.expert, matrix, experts.b13, width)
 
 
-def _times_w2(problem: Problem, rows: Rows, dy_rows: Tensor, experts: Any) -> Tensor:
-    """Return dh [M, I] = dy W2: W2 is [H, I] as stored, which grouped_gemm takes transposed."""
-
-    def matrix(e: int) -> Tensor:
-        return _matrix(problem, experts.w2, experts.w2_scale, e, 1).to(dy_rows.dtype).T
-
-    return grouped_gemm(dy_rows, rows.expert, matrix, None, problem.intermediate)
-
-
-def _times_w13(problem: Problem, rows: Rows, dgu: Tensor, experts: Any) -> Tensor:
-    """Return [M, H] = dgu W13."""
-
-    def matrix(e: int) -> Tensor:
-        planes = problem.activation.planes
-        return _matrix(problem, experts.w13, experts.w13_scale, e, planes).to(dgu.dtype).T
-
-    return grouped_gemm(dgu, rows.expert, matrix, None, problem.hidden)
+def _times(problem: Problem, rows: Rows, given: Tensor, experts: Any, name: str) -> Tensor:
+    """Return given [M, N] times W, stored [N, K], of each row's expert: [M, K]. name: "w13" or "w2"."""
+    matrix = matrices(problem, experts, name, given.dtype)
+    width = problem.hidden if name == "w13" else problem.intermediate
+    return grouped_gemm(given, rows.expert, lambda e: matrix(e).T, None, width)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -46,6 +47,7 @@ def forward(
     stored = torch.bfloat16 if rounding == "kernel" else torch.float32
     x_codec = formulas(ROWS, problem.formats.x.name)
     h_codec = formulas(ROWS, problem.formats.h.name)
+    width = problem.activation.planes * problem.intermediate
     out: dict[str, list[Any]] = {}
 
     def note(name: str, value: Any) -> Any:
@@ -69,9 +71,12 @@ def forward(
             note("rows", rows)
             note("counts", rows.counts)
             x_pool = _dispatch(rows, x, out, note, x_codec)
-            gate_up = note("gate_up", _gemm1(problem, rows, x_pool, experts))
+            w13, w2 = (matrices(problem, experts, name) for name in ("w13", "w2"))
+            product = grouped_gemm(x_pool, rows.expert, w13, experts.b13, width)
+            gate_up = note("gate_up", product)
             h = _act(problem, gate_up, note, stored, h_codec if rounding == "kernel" else None)
-            y_rows = note("y_rows", _gemm2(problem, rows, h, experts).to(stored))
+            product = grouped_gemm(h, rows.expert, w2, experts.b2, problem.hidden)
+            y_rows = note("y_rows", product.to(stored))
             note("partials", reduce(rows, y_rows, weight_NK, stored))
         y = combine(out["partials"], stored)
     out["y"] = list(y.split([tokens.numel() for tokens in kept]))
@@ -112,22 +117,19 @@ def _dispatch(
     return x_codec[1](note("x_pool", q), note("x_pool_scale", scale))
 
 
-def _matrix(problem: Problem, w: Tensor, scale: Tensor | None, e: int, planes: int) -> Tensor:
-    """w: [N, K] or [P, I, K] of expert e, as stored or before that (no scale) -> fp32 values [N, K]."""
+def matrices(
+    problem: Problem, experts: Any, name: str, dtype: torch.dtype = torch.float32
+) -> Callable[[int], Tensor]:
+    """Return a function of a local expert: its w13 or w2 as values [N, K] in `dtype`. name: of ExpertWeights."""
+    w, scale = getattr(experts, name), getattr(experts, f"{name}_scale")
+    planes = problem.activation.planes if name == "w13" else 1
     dequantize = formulas(BLOCKS, problem.formats.w.name)
-    w = w.reshape(-1, w.shape[-1])
-    return w.float() if scale is None else dequantize(w, scale[e], planes)
-
-
-def _gemm1(problem: Problem, rows: Rows, x_pool: Tensor, experts: Any) -> Tensor:
-    """x_pool: [M, H] fp32 -> pre-activations [M, P*I] fp32, planes one after the other."""
-    planes = problem.activation.planes
 
     def matrix(e: int) -> Tensor:
-        return _matrix(problem, experts.w13[e], experts.w13_scale, e, planes)
+        stored = w[e].reshape(-1, w.shape[-1])
+        return (stored if scale is None else dequantize(stored, scale[e], planes)).to(dtype)
 
-    width = planes * problem.intermediate
-    return grouped_gemm(x_pool, rows.expert, matrix, experts.b13, width)
+    return matrix
 
 
 def _act(problem: Problem, gate_up: Tensor, note: Any, stored: torch.dtype, h_codec: Any) -> Tensor:
@@ -137,12 +139,3 @@ def _act(problem: Problem, gate_up: Tensor, note: Any, stored: torch.dtype, h_co
         return note("h", h.to(stored)).float()
     q, scale = h_codec[0](h)
     return h_codec[1](note("h", q), note("h_scale", scale))
-
-
-def _gemm2(problem: Problem, rows: Rows, h: Tensor, experts: Any) -> Tensor:
-    """h: [M, I] fp32 -> y_rows [M, H] fp32."""
-
-    def matrix(e: int) -> Tensor:
-        return _matrix(problem, experts.w2[e], experts.w2_scale, e, planes=1)
-
-    return grouped_gemm(h, rows.expert, matrix, experts.b2, problem.hidden)

@@ -14,17 +14,22 @@ from megamoe.core.config import Problem
 GROUP = 128
 
 
+def quantize_group(v: Tensor) -> tuple[Tensor, Tensor]:
+    """v: [M, N] of any float type -> (q [M, N] e4m3, scale [M] fp32), one scale per row."""
+    v = v.float()
+    amax = v.abs().amax(dim=1).clamp(min=1e-10)
+    limit = torch.full_like(amax, 448.0)  # torch rounds divisions by a scalar differently
+    q = (v * (limit / amax)[:, None]).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
+    return q, amax / limit
+
+
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """x: [M, K] -> (q [M, K] e4m3, scale [M, S] fp32), group by group."""
     q = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
     scale = torch.empty(x.shape[0], -(-x.shape[1] // GROUP), dtype=torch.float32, device=x.device)
     for s in range(scale.shape[1]):
         columns = slice(s * GROUP, (s + 1) * GROUP)
-        v = x[:, columns].float()
-        amax = v.abs().max(dim=1).values.clamp(min=1e-10)
-        limit = torch.full_like(amax, 448.0)  # torch rounds divisions by a scalar differently
-        scale[:, s] = amax / limit
-        q[:, columns] = (v * (limit / amax)[:, None]).clamp(-448.0, 448.0).to(q.dtype)
+        q[:, columns], scale[:, s] = quantize_group(x[:, columns])
     return q, scale
 
 
@@ -65,19 +70,12 @@ def largest_of_groups(v: Tensor) -> Tensor:
 
 def quantize_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
     """x: [M, K] -> (q [M, K] e4m3, scale [M, 1] fp32), row by row."""
-    q = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
-    scale = torch.empty(x.shape[0], 1, dtype=torch.float32, device=x.device)
-    limit = torch.tensor(448.0, device=x.device)
-    for m in range(x.shape[0]):
-        v = x[m].float()
-        amax = v.abs().max().clamp(min=1e-10)
-        scale[m, 0] = amax / limit
-        q[m] = (v * (limit / amax)).clamp(-448.0, 448.0).to(q.dtype)
-    return q, scale
+    q, scale = quantize_group(x)
+    return q, scale[:, None]
 
 
-def dequantize_tokens(q: Tensor, scale: Tensor) -> Tensor:
-    """Invert quantize_tokens: -> [M, K] fp32."""
+def dequantize_tokens(q: Tensor, scale: Tensor, planes: int = 1) -> Tensor:
+    """q: [M, K], or [P*I, K] of one expert, scale: [M, 1] -> [M, K] fp32; planes are rows like others."""
     return q.float() * scale
 
 
@@ -91,11 +89,8 @@ def quantize_blocks(w: Tensor, planes: int) -> tuple[Tensor, Tensor]:
     for e, b, s in itertools.product(*map(range, scale.shape)):
         end = min(tops[b] + GROUP, (tops[b] // rows + 1) * rows)
         block = e, slice(tops[b], end), slice(s * GROUP, (s + 1) * GROUP)
-        v = w[block].float()
-        amax = v.abs().max().clamp(min=1e-10)
-        limit = torch.full_like(amax, 448.0)
-        scale[e, b, s] = amax / limit
-        q[block] = (v * (limit / amax)).clamp(-448.0, 448.0).to(q.dtype)
+        found, scale[e, b, s] = quantize_group(w[block].reshape(1, -1))
+        q[block] = found.view(q[block].shape)
     return q, scale
 
 
@@ -117,11 +112,6 @@ def dequantize_block(q: Tensor, scale: Tensor, planes: int) -> Tensor:
     n = n // rows * blocks + n % rows // GROUP
     k = torch.arange(q.shape[1], device=q.device) // GROUP
     return q.float() * scale[n][:, k]
-
-
-def dequantize_channels(q: Tensor, scale: Tensor, planes: int) -> Tensor:
-    """q: [P*I, K] of one expert, scale: [P*I, 1] -> fp32; planes are rows like others."""
-    return q.float() * scale
 
 
 HEADER = 16  # bytes before a block's scales
@@ -166,7 +156,7 @@ ROWS: dict[str, Any] = {
 BLOCKS: dict[str, Any] = {
     "bf16": None,
     "e4m3 128x128": dequantize_block,
-    "e4m3 by channel": dequantize_channels,
+    "e4m3 by channel": dequantize_tokens,
     "mxfp4": dequantize_mxfp4,
     "nvfp4": dequantize_nvfp4,
 }

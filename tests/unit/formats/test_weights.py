@@ -68,7 +68,7 @@ def test_tokens_and_channels_agree_with_the_oracle_bit_for_bit(width, size):
     dense = dequantize_channels(*out, 1, torch.bfloat16)
     for expert in range(2):
         of_expert = out[0][expert], out[1][expert]
-        assert torch.equal(dense[expert], quant.dequantize_channels(*of_expert, 1).bfloat16())
+        assert torch.equal(dense[expert], quant.dequantize_tokens(*of_expert, 1).bfloat16())
     assert_close(dense.float(), w.float(), relative=0.05 if size > 1e-9 else 1)
 
 
