@@ -3,6 +3,7 @@
 import argparse
 import json
 import re
+import shutil
 import subprocess
 import tempfile
 from collections import Counter
@@ -25,6 +26,17 @@ REQUIRED = {
 }
 FORBIDDEN = ("LDL", "STL")
 FIGURES = "figures.json"
+
+
+def find_tool(name: str) -> Path | None:
+    """Return nvcc, nvdisasm or the like from a wheel, a toolkit or PATH."""
+    places = [d / "bin" / name for d in paths.package_dirs("nvidia.cu13")]
+    places += [home / "bin" / name for home in paths.toolkits()]
+    for path in places:
+        if path.is_file():
+            return path
+    found = shutil.which(name)
+    return Path(found) if found else None
 
 
 def disassemble(nvdisasm: Path, cubin: bytes) -> str:
@@ -118,7 +130,7 @@ def report(args: argparse.Namespace, before: dict[str, dict[str, int]]) -> int:
     """
     every = jit.variants(profile=args.profile) + ([] if args.profile else jit.grouped_variants())
     variants = [v for v in every if args.only in str(v)]
-    nvdisasm = paths.find_tool("nvdisasm")
+    nvdisasm = find_tool("nvdisasm")
     if nvdisasm is None:
         print("no nvdisasm, so no instruction counts: pip install nvidia-cuda-nvdisasm")
     columns: tuple[str, ...] = ("instr", *OPCODES, "bytes", "epilogue", "loop") if nvdisasm else ()

@@ -20,10 +20,10 @@ from megamoe.core import env
 from megamoe.core.errors import CompileError, ConfigError
 from megamoe.jit import prebuilt
 from megamoe.jit.compiler import (
+    NVRTC_FLAGS,
     CompileResult,
     check_installed,
     compile_source,
-    every_flag,
 )
 from megamoe.jit.grouped import grouped_variants
 from megamoe.jit.source import ACTIVATIONS, PRECISIONS, QUANTIZE, QUANTIZE_SOURCE, variants
@@ -35,15 +35,12 @@ class _Unit:
 
     name: str
     source: str
-    flags: tuple[str, ...]
 
     def build(self) -> tuple[CompileResult | CompileError, float]:
         """Return the result, or why there is none, and the seconds that it took."""
         start = time.perf_counter()
         try:
-            result: CompileResult | CompileError = compile_source(
-                self.source, name=f"{self.name}.cu", flags=self.flags
-            )
+            result: CompileResult | CompileError = compile_source(self.source, f"{self.name}.cu")
         except CompileError as error:
             result = error
         return result, time.perf_counter() - start
@@ -62,9 +59,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--only", nargs="+", metavar="NAME", help="these kernels, as --all lists them")
     add("--export", type=Path, metavar="FOLDER", help="write them to a new folder; all by default")
     add("--profile", action="store_true", help="with in-kernel timestamps")
-    add("--flag", action="append", default=[], help="extra compiler flag")
-    add("--log", action="store_true", help="print the compiler's log")
-    add("--save", type=Path, metavar="FILE", help="also write the cubin of the last variant")
     return parser
 
 
@@ -73,16 +67,13 @@ def _chosen(parser: argparse.ArgumentParser, args: argparse.Namespace) -> list[_
     narrowed = args.precision or args.activation
     if not (args.all or narrowed or args.only or args.export):
         parser.error("say --all, --export FOLDER, --only, or --precision and/or --activation")
-    if args.export and args.flag:
-        parser.error("--export takes no --flag: a layer asks for kernels without")
-    flags = tuple(args.flag)
     units = [
-        _Unit(str(v), v.source(), flags)
+        _Unit(str(v), v.source())
         for v in (*variants(args.profile), *grouped_variants())
         if args.precision in (None, v.precision) and args.activation in (None, v.activation)
     ]
     if args.all or not narrowed:
-        units.insert(0, _Unit(QUANTIZE, QUANTIZE_SOURCE, ()))
+        units.insert(0, _Unit(QUANTIZE, QUANTIZE_SOURCE))
     names = [unit.name for unit in units]
     if unknown := set(args.only or ()) - set(names):
         parser.error(f"--only {' '.join(sorted(unknown))}: expected some of {', '.join(names)}")
@@ -99,7 +90,7 @@ def _print_row(name: str, result: CompileResult, total: float) -> None:
         print(f"    {remark}")
 
 
-def _build_all(units: list[_Unit], show_log: bool) -> list[tuple[_Unit, CompileResult]]:
+def _build_all(units: list[_Unit]) -> list[tuple[_Unit, CompileResult]]:
     """Compile, print a row each, return those that compiled."""
     width = max(len(unit.name) for unit in units)
     head = "kernel", "regs", "stack", "spill", "cubin", "build", "total"
@@ -111,28 +102,8 @@ def _build_all(units: list[_Unit], show_log: bool) -> list[tuple[_Unit, CompileR
                 print(f"{unit.name:{width}} FAILED\n{result}")
                 continue
             _print_row(f"{unit.name:{width}}", result, total)
-            if show_log:
-                print(result.log)
             done.append((unit, result))
     return done
-
-
-def _export(folder: Path, built: list[tuple[_Unit, CompileResult]]) -> None:
-    prebuilt.write(
-        folder,
-        (
-            prebuilt.Made(
-                unit.name,
-                unit.source,
-                every_flag(()),
-                result.cubin,
-                result.compiler,
-                result.log,
-            )
-            for unit, result in built
-        ),
-    )
-    print(f"wrote {len(built)} kernels: MEGAMOE_PREBUILT={folder}")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -143,18 +114,16 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         if args.export:
             prebuilt.check_target(args.export)
-        if args.save and not args.save.absolute().parent.is_dir():
-            raise ConfigError("--save", args.save, "a file in a folder that exists")
         if prebuilt.place() is None:  # else a kernel that is not there says what is missing
             check_installed()
         print(f"cache {env.cache_dir()}")
-        built = _build_all(units, args.log)
-        if args.save and built:
-            args.save.write_bytes(built[-1][1].cubin)
+        built = _build_all(units)
         if len(built) < len(units):
             return 1
         if args.export:
-            _export(args.export, built)
+            kernels = ((unit.name, unit.source, result) for unit, result in built)
+            prebuilt.write(args.export, NVRTC_FLAGS, kernels)
+            print(f"wrote {len(built)} kernels: MEGAMOE_PREBUILT={args.export}")
     except (CompileError, ConfigError, OSError) as error:
         print(f"megamoe.jit: {error}", file=sys.stderr)
         return 1

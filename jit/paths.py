@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -36,7 +35,8 @@ def _pathfinder(name: str) -> list[Path]:
     return [Path(found)] if found else []
 
 
-def _toolkits() -> list[Path]:
+def toolkits() -> list[Path]:
+    """Return the folders where a CUDA toolkit may be."""
     homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
     return [Path(home) for home in homes if home]
 
@@ -60,7 +60,7 @@ def cuda_includes() -> tuple[Path, ...]:
     """Return the CUDA include folder and its cccl folder. Both from one tree: mixed trees do not compile."""
     candidates = [d / "include" for d in package_dirs("nvidia.cu13")]
     candidates += _pathfinder("cudart")
-    candidates += [home / "include" for home in _toolkits()]
+    candidates += [home / "include" for home in toolkits()]
     for path in candidates:
         if (path / "cuda_bf16.h").is_file() and (path / "cccl" / "cuda" / "std").is_dir():
             return (path, path / "cccl")
@@ -80,14 +80,3 @@ def headers(root: Path | None = None) -> list[Path]:
     root = root or CSRC
     endings = {".h", ".cuh", ".inc"}
     return sorted(p for p in root.rglob("*") if p.suffix in endings and p.is_file())
-
-
-def find_tool(name: str) -> Path | None:
-    """Return nvcc, nvdisasm or the like from a wheel, a toolkit or PATH."""
-    places = [d / "bin" / name for d in package_dirs("nvidia.cu13")]
-    places += [home / "bin" / name for home in _toolkits()]
-    for path in places:
-        if path.is_file():
-            return path
-    found = shutil.which(name)
-    return Path(found) if found else None

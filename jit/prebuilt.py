@@ -103,18 +103,6 @@ def _check_stamp(cubin: bytes, what: str) -> None:
         )
 
 
-@dataclass(frozen=True)
-class Made:
-    """A kernel to export."""
-
-    name: str
-    source: str
-    flags: tuple[str, ...]
-    cubin: bytes
-    compiler: str
-    log: str
-
-
 def check_target(folder: Path) -> None:
     """Raise ConfigError for a folder that --export cannot write."""
     usable = not os.path.lexists(folder) or (folder.is_dir() and not any(folder.iterdir()))
@@ -122,19 +110,22 @@ def check_target(folder: Path) -> None:
         raise ConfigError("--export", folder, "a new or empty folder in one that exists")
 
 
-def write(folder: Path, kernels: Iterable[Made]) -> None:
-    """Write kernels and their manifest. The folder has another name until it is whole; others may read it."""
+def write(folder: Path, flags: Sequence[str], kernels: Iterable[tuple[str, str, Any]]) -> None:
+    """Write kernels and their manifest. The folder has another name until it is whole; others may read it.
+
+    flags: of the compiler. kernels: name, source and CompileResult of each.
+    """
     check_target(folder)
     entries = {}
     with tempfile.TemporaryDirectory(prefix=".export-", dir=folder.absolute().parent) as scratch:
         whole = Path(scratch) / "whole"
         whole.mkdir()
-        for made in kernels:
-            _check_stamp(made.cubin, made.name)
+        for name, source, made in kernels:
+            _check_stamp(made.cubin, name)
             digest = hashlib.sha256(made.cubin).hexdigest()
-            entry = Entry(made.name, digest, made.compiler, made.log)
-            entries[key_of(made.source, made.flags)] = asdict(entry)
-            (whole / f"{made.name}.cubin").write_bytes(made.cubin)
+            entry = Entry(name, digest, made.compiler, made.log)
+            entries[key_of(source, flags)] = asdict(entry)
+            (whole / f"{name}.cubin").write_bytes(made.cubin)
         manifest = {"format": FORMAT, "sources": sources(), "kernels": entries}
         (whole / MANIFEST).write_text(json.dumps(manifest, indent=1))
         (whole / "__init__.py").write_text('"""Kernels of megamoe, compiled."""\n')

@@ -20,18 +20,7 @@ from megamoe.jit import abi
 from megamoe.jit.compiler import CompileResult, compile_source
 from megamoe.jit.module import Block, Kernel, Launcher
 from megamoe.jit.recording import launch, made
-from megamoe.jit.source import (
-    COPY_TAILS_ENTRY,
-    DEQUANTIZE_MXFP4_ENTRY,
-    DEQUANTIZE_ROWS_ENTRY,
-    QUANTIZE,
-    QUANTIZE_ENTRY,
-    QUANTIZE_FP32_ENTRY,
-    QUANTIZE_ROWS_ENTRY,
-    QUANTIZE_SOURCE,
-    SUM_ROWS_ENTRY,
-    TRANSPOSE_ENTRY,
-)
+from megamoe.jit.source import QUANTIZE, QUANTIZE_SOURCE
 
 _STRUCTURES, _ = abi.parse(abi.read_text("layout/passes.h"))
 _Args, _RowsArgs, _TailsArgs, _SumArgs, _Mxfp4Args = (
@@ -75,7 +64,10 @@ def _pointer_offsets(structure: Any) -> list[int]:
 
 Pair = tuple[Tensor, Tensor]
 Ends = tuple[Tensor | None, int, int]  # of each expert's rows, how many, the experts' alignment
-_ENTRIES = {torch.bfloat16: QUANTIZE_ENTRY, torch.float32: QUANTIZE_FP32_ENTRY}
+_ENTRIES = {
+    torch.bfloat16: "megamoe_quantize_weights",
+    torch.float32: "megamoe_quantize_fp32_weights",
+}
 
 
 def quantize_weights(
@@ -110,7 +102,7 @@ def quantize_weights(
 def transpose_weights(q: Tensor, scale: Tensor, planes: int, out: Pair | None = None) -> Pair:
     """Do as quantization.transpose_blocks(), on the current stream; q: on CUDA, I a multiple of 16."""
     out = new_transposes(q, scale, planes) if out is None else out
-    _launch_weights(TRANSPOSE_ENTRY, q, planes, (q, scale), out)
+    _launch_weights("megamoe_transpose_weights", q, planes, (q, scale), out)
     return out
 
 
@@ -139,12 +131,12 @@ def quantize_rows(x: Tensor, ends: Ends | None = None, places: int = 0) -> Pair:
     q = made(torch.empty(x.shape, dtype=E4M3_BLOCKS.dtype, device=x.device))
     if ends is None:
         scale = made(torch.empty((len(x), groups), dtype=torch.float32, device=x.device))
-        _launch_rows(QUANTIZE_ROWS_ENTRY, x, q, scale)
+        _launch_rows("megamoe_quantize_rows", x, q, scale)
         return q, scale
     scale = made(torch.empty((groups, places), dtype=torch.float32, device=x.device))
     by_block: Any = {"places": places, "num_experts": ends[1], "alignment": ends[2]}
     by_block["ends"] = None if ends[0] is None else ends[0].data_ptr()
-    _launch_rows(QUANTIZE_ROWS_ENTRY, x, q, scale, **by_block)
+    _launch_rows("megamoe_quantize_rows", x, q, scale, **by_block)
     return q, scale
 
 
@@ -157,7 +149,7 @@ def copy_tails(a: Tensor, b: Tensor, ends: Ends) -> Pair:
     for i, (t, copy) in enumerate(zip((a, b), out, strict=True)):
         args.x[i], args.out[i] = t.data_ptr(), copy.data_ptr()
         args.row_stride[i], args.columns[i] = t.stride(0), t.shape[1]
-    _launch(COPY_TAILS_ENTRY, a.device, (num, -(-max(args.columns) // 256), 2), args)
+    _launch("megamoe_copy_tails", a.device, (num, -(-max(args.columns) // 256), 2), args)
     return out
 
 
@@ -167,7 +159,7 @@ def dequantize_rows(q: Tensor, scale: Tensor) -> Tensor:
     Runs on the current stream; the bits of quantization.dequantize_rows, rounded to bf16.
     """
     x = torch.empty(q.shape, dtype=torch.bfloat16, device=q.device)
-    _launch_rows(DEQUANTIZE_ROWS_ENTRY, x, q, scale)
+    _launch_rows("megamoe_dequantize_rows", x, q, scale)
     return x
 
 
@@ -192,7 +184,7 @@ def dequantize_mxfp4(packed: Tensor, scale: Tensor, out: Tensor) -> None:
     places = (t.data_ptr() for t in (packed, scale, out))
     threads = planes * -(-rows // 8) * (width // 4)
     args = _Mxfp4Args(*places, *strides, planes, rows, 2 * width)
-    _launch(DEQUANTIZE_MXFP4_ENTRY, out.device, (-(-threads // 256), 1, num), args)
+    _launch("megamoe_dequantize_mxfp4", out.device, (-(-threads // 256), 1, num), args)
 
 
 def sum_rows(rows: Tensor, places: Tensor, num: int) -> Tensor:
@@ -204,5 +196,5 @@ def sum_rows(rows: Tensor, places: Tensor, num: int) -> Tensor:
     if out.numel():
         grid = (len(out), -(-out.shape[1] // (8 * 256)), 1)
         args = _SumArgs(rows.data_ptr(), places.data_ptr(), out.data_ptr(), num, out.shape[1])
-        _launch(SUM_ROWS_ENTRY, rows.device, grid, args)
+        _launch("megamoe_sum_rows", rows.device, grid, args)
     return out

@@ -29,30 +29,26 @@ FEW = ("few", "push")  # for few tokens, of one rank and of several
 TILE = "Tile128x256"  # of csrc/megamoe/schedule/tile_shape.h
 
 QUANTIZE = "quantize-weights"  # the other kernels, of jit/quantize.py
-QUANTIZE_ENTRY, QUANTIZE_FP32_ENTRY = "megamoe_quantize_weights", "megamoe_quantize_fp32_weights"
-TRANSPOSE_ENTRY, QUANTIZE_ROWS_ENTRY = "megamoe_transpose_weights", "megamoe_quantize_rows"
-DEQUANTIZE_ROWS_ENTRY, SUM_ROWS_ENTRY = "megamoe_dequantize_rows", "megamoe_sum_rows"
-COPY_TAILS_ENTRY, DEQUANTIZE_MXFP4_ENTRY = "megamoe_copy_tails", "megamoe_dequantize_mxfp4"
-# -> what it calls, its argument, threads of a CTA
+# of them: entry -> what it calls; its Args and threads of a CTA, by the beginnings of their names
 _ONE_PASS = {
-    QUANTIZE_ENTRY: (
+    "megamoe_quantize_weights": (
         "quantize_weights<megamoe::Bf16x8>",
-        "QuantizeWeightsArgs",
-        "quantize_threads",
+        "QuantizeWeights",
+        "quantize",
     ),
-    QUANTIZE_FP32_ENTRY: (
-        *("quantize_weights<megamoe::Fp32x8>", "QuantizeWeightsArgs", "quantize_threads"),
+    "megamoe_quantize_fp32_weights": (
+        *("quantize_weights<megamoe::Fp32x8>", "QuantizeWeights", "quantize"),
     ),
-    TRANSPOSE_ENTRY: (
+    "megamoe_transpose_weights": (
         "quantize_weights<megamoe::E4m3x8>",
-        "QuantizeWeightsArgs",
-        "quantize_threads",
+        "QuantizeWeights",
+        "quantize",
     ),
-    QUANTIZE_ROWS_ENTRY: ("quantize_rows", "QuantizeRowsArgs", "quantize_threads"),
-    DEQUANTIZE_ROWS_ENTRY: ("dequantize_rows", "QuantizeRowsArgs", "quantize_threads"),
-    COPY_TAILS_ENTRY: ("copy_tails", "CopyTailsArgs", "quantize_threads"),
-    DEQUANTIZE_MXFP4_ENTRY: ("dequantize_mxfp4", "DequantizeMxfp4Args", "dequantize_threads"),
-    SUM_ROWS_ENTRY: ("sum_rows_of_hosts", "SumRowsArgs", "sum_rows_threads"),
+    "megamoe_quantize_rows": ("quantize_rows", "QuantizeRows", "quantize"),
+    "megamoe_dequantize_rows": ("dequantize_rows", "QuantizeRows", "quantize"),
+    "megamoe_copy_tails": ("copy_tails", "CopyTails", "quantize"),
+    "megamoe_dequantize_mxfp4": ("dequantize_mxfp4", "DequantizeMxfp4", "dequantize"),
+    "megamoe_sum_rows": ("sum_rows_of_hosts", "SumRows", "sum_rows"),
 }
 QUANTIZE_SOURCE = """\
 #include "megamoe/kernels/dequantize_mxfp4.cuh"
@@ -60,8 +56,8 @@ QUANTIZE_SOURCE = """\
 #include "megamoe/kernels/sum_rows.cuh"
 """ + "".join(
     f"""
-extern "C" __global__ void __launch_bounds__(megamoe::{threads})
-{entry}(const __grid_constant__ megamoe::{argument} args) {{
+extern "C" __global__ void __launch_bounds__(megamoe::{threads}_threads)
+{entry}(const __grid_constant__ megamoe::{argument}Args args) {{
     megamoe::{function}(args);
 }}
 """

@@ -17,7 +17,9 @@ _TYPES = {1: "UINT8", 2: "BFLOAT16", 4: "FLOAT32"}  # e4m3 is moved as bytes
 @lru_cache(maxsize=1)
 def _driver() -> Any:
     """Return the driver for ctypes: cuda-python's own functions do not align maps to 64 bytes."""
-    return ctypes.CDLL("libcuda.so.1")
+    found = ctypes.CDLL("libcuda.so.1")
+    found.cuTensorMapReplaceAddress.argtypes = ctypes.c_void_p, ctypes.c_void_p
+    return found
 
 
 @lru_cache(maxsize=4096)
@@ -42,19 +44,12 @@ def encode(
 
 def replace_address(tensor_map: int, base: int, device: int) -> None:
     """Let the map at an address be of memory elsewhere."""
-    replace = _replace()
+    replace = _driver().cuTensorMapReplaceAddress
     status = replace(tensor_map, base)
     if status and use_device(device):  # a new thread: it had no context
         status = replace(tensor_map, base)
     if status:
         check((driver.CUresult(status),))
-
-
-@lru_cache(maxsize=1)
-def _replace() -> Any:
-    call = _driver().cuTensorMapReplaceAddress
-    call.argtypes = ctypes.c_void_p, ctypes.c_void_p
-    return call
 
 
 @lru_cache(maxsize=4096)

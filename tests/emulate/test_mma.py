@@ -13,9 +13,10 @@ import pytest
 import torch
 from test_ops import launch, make_args, run, swizzled
 
+from bench.compile_report import find_tool
 from megamoe import jit
 from megamoe.core.errors import CompileError
-from megamoe.jit import host, paths
+from megamoe.jit import host
 
 WIDTHS = (8, 16, 32, 64, 128, 256)
 FORMS = [
@@ -119,7 +120,7 @@ def unit(*kernels: str) -> str:
 
 
 def test_each_form_is_its_instruction(tmp_path):
-    nvdisasm = paths.find_tool("nvdisasm")
+    nvdisasm = find_tool("nvdisasm")
     if nvdisasm is None:
         pytest.skip("needs nvdisasm")
     result = jit.compile_source(unit(*(kernel(*form) for form in FORMS)))

@@ -27,7 +27,7 @@ REGISTERS = 65536 // 512  # what 512 threads may start with
 
 def disassemble(cubin, folder):
     """Return the instructions of each kernel of a cubin, without their addresses."""
-    tool = paths.find_tool("nvdisasm")
+    tool = compile_report.find_tool("nvdisasm")
     assert tool, "pip install nvidia-cuda-nvdisasm"
     (folder / "kernel.cubin").write_bytes(cubin)
     text = subprocess.run(
@@ -141,7 +141,7 @@ def test_an_epilogue_fits_where_its_instructions_are_kept(unrolled, monkeypatch,
     if unrolled:
         variant = GroupedVariant("gradient-e4m3-scales", "swiglu")
     result = compile_variant(variant, compile_report.FLAGS)
-    size = code_size(compile_report.disassemble(paths.find_tool("nvdisasm"), result.cubin))
+    size = code_size(compile_report.disassemble(compile_report.find_tool("nvdisasm"), result.cubin))
     # of gemm1, gemm2 and recompute; of weight gradients, two more copies that no tile runs
     assert len(size.epilogues) == (1 if unrolled else 6)
     assert sum(size.roles.values()) == size.kernel

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from programs import run_code
 from megamoe.core.errors import AbiMismatch, CompileError, ConfigError
 from megamoe.jit import cache, compiler, paths, prebuilt
 from megamoe.jit.__main__ import main as jit
-from megamoe.jit.compiler import compile_source, compile_variant, every_flag
+from megamoe.jit.compiler import NVRTC_FLAGS, compile_source, compile_variant
 from megamoe.jit.source import QUANTIZE, QUANTIZE_SOURCE, Variant
 
 VARIANT = Variant("fp8", "swiglu")
@@ -32,8 +33,8 @@ def cache_dir(tmp_path, monkeypatch):
 
 def write(folder, source=KERNEL):
     built = compile_source(source)
-    made = prebuilt.Made("tiny", source, every_flag(()), built.cubin, "here", built.log)
-    prebuilt.write(folder, [made])
+    made = replace(built, compiler="here")
+    prebuilt.write(folder, NVRTC_FLAGS, [("tiny", source, made)])
     return built
 
 
@@ -114,9 +115,8 @@ def test_a_prebuilt_kernel_is_what_was_compiled(exported, cache_dir):
     assert (found.origin, found.compiler, found.seconds) == ("prebuilt", "here", 0)
     assert found.registers > 0
     assert not cache_dir.exists()
-    found = compile_source(KERNEL, flags=["-DX=1"])
-    assert found.origin == "compiled"
     assert compile_source(KERNEL + " ").origin == "compiled"
+    assert compile_source(KERNEL, flags=["-DX=1"]).origin == "compiled"
 
 
 def changed_sources(folder, monkeypatch):
@@ -236,7 +236,6 @@ def test_the_package_beside_us_is_found(exported, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--flag=-DX"], "--export takes no --flag"),
         (["--only", "fp8-swiglu", "nonsense"], "--only nonsense: expected some of quantize"),
     ],
 )
