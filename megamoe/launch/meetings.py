@@ -1,4 +1,4 @@
-"""Decide which pairs of a launch stay in step, by shape and machine, in one table.
+"""Decide which pairs of a launch stay in step, by shape and machine.
 
 Pairs of CTAs that share a weight tile or rows wait for each other before they load it (csrc/megamoe/schedule/order.h),
 so memory is read once for all of them. That is faster if memory bandwidth is the limit and L2 no longer holds what a
@@ -33,24 +33,12 @@ class Meet:
     mean_rows: int = MEAN_ROWS
 
 
-@dataclass(frozen=True)
-class Rule:
-    """Launches that meet: of a precision, on GPUs up to a bandwidth, with experts of at least so many bytes."""
-
-    precision: str
-    max_gb_per_s: float
-    expert_bytes: int
-    meet: Meet
-
-
-# The first that fits. An H100 has 3352 GB/s, an H200 4917, where GEMMs are the limit and meetings gain nothing. FP8
-# reads half as much: it gains where the experts of a round do not fit into L2 together (dsv3: 44 MB each), and loses
-# elsewhere. Figures: docs/decisions.md, 0019.
-RULES = (
-    Rule("bf16", 4000, 0, Meet()),
-    Rule("fp8", 4000, 40 << 20, Meet()),
-    Rule("fp8_channel", 4000, 40 << 20, Meet()),
-)
+# Pairs meet on GPUs up to this bandwidth, in layers of these precisions whose experts have at least so many bytes. An
+# H100 has 3352 GB/s, an H200 4917, where GEMMs are the limit and meetings gain nothing. FP8 reads half as much: it
+# gains where the experts of a round do not fit into L2 together (dsv3: 44 MB each), and loses elsewhere. Figures:
+# docs/decisions.md, 0019.
+MAX_GB_PER_S = 4000
+LEAST_EXPERT_BYTES = {"bf16": 0, "fp8": 40 << 20, "fp8_channel": 40 << 20}
 
 
 def units_of_block(p: Problem) -> int:
@@ -61,11 +49,9 @@ def units_of_block(p: Problem) -> int:
 def chosen(p: Problem, gb_per_s: float) -> Meet | None:
     """Return how the pairs of a layer meet on a GPU with such a bandwidth, or None: 0 stands for no GPU."""
     size = (p.activation.planes + 1) * p.hidden * p.intermediate * p.formats.w.bytes
-    for rule in RULES:
-        fits = p.precision == rule.precision and 0 < gb_per_s <= rule.max_gb_per_s
-        if fits and size >= rule.expert_bytes:
-            return rule.meet
-    return None
+    least = LEAST_EXPERT_BYTES.get(p.precision)
+    fits = least is not None and size >= least and 0 < gb_per_s <= MAX_GB_PER_S
+    return Meet() if fits else None
 
 
 def fill(field: Any, came: int, p: Problem, pool_rows: int, gb_per_s: float) -> None:
