@@ -2,7 +2,7 @@
 
 import math
 
-from megamoe.core.table import PRECISIONS
+from megamoe.core.table import PRECISIONS, Format
 from megamoe.testing.shapes import Shape
 
 # Limits of an H200 as measured (docs/measurements.md): what a perfect implementation could not beat.
@@ -14,6 +14,15 @@ NVLINK_BYTES_PER_US = 340e3
 BF16_BYTES = 2
 PRODUCTS = {"bf16": ("bf16", BF16_BYTES), "e4m3": ("fp8", 1)}  # rate, bytes of an operand
 OF_WEIGHTS = {"bf16": BF16_BYTES, "main_grad": 8}  # bytes of a gradient; fp32: and read
+
+
+def bytes_per_number(stored: Format) -> float:
+    """Return the bytes of a number in this format, with its share of the scales."""
+    scales = 0.0
+    if stored.scale_block is not None:
+        height, width = stored.scale_block
+        scales = stored.block_scales * stored.scale_dtype.itemsize / (height * width)
+    return stored.bytes / stored.packed + scales
 
 
 class Load:
@@ -36,7 +45,7 @@ class Load:
         gemm = self.shape.flops(self.tokens) / (GEMM_TFLOPS[precision] * 1e6)
         # Written and read once each: the row pool, h and the bf16 rows of the second GEMM.
         row = h * stored.x.bytes + i * stored.h.bytes + h * BF16_BYTES
-        memory = self.hit_weights * stored.w.bytes_per_number + 2 * self.rows * row
+        memory = self.hit_weights * bytes_per_number(stored.w) + 2 * self.rows * row
         return gemm, memory, self.crossings * (h * stored.x.bytes + h * BF16_BYTES)
 
     def train(self, precision: str) -> tuple[float, float, float]:

@@ -8,6 +8,8 @@ from bench.ranks import Rank
 from megamoe.core.table import PRECISIONS, TRAINED
 from megamoe.testing.shapes import SHAPES, Shape
 
+EXPERTS_TRAINED = [name for name in TRAINED if not PRECISIONS[name].packed]
+
 
 def add_shape_arguments(parser: argparse.ArgumentParser, default: str) -> None:
     """Add --shape NAME..., and numbers that replace parts of it."""

@@ -24,8 +24,8 @@ from command import parser_of
 
 from bench.check.run import COLUMNS, worker
 from bench.ranks import add_launch_arguments, launch
-from bench.shapes import add_shape_arguments, refuse_training
-from megamoe.core.table import EXPERTS_TRAINED, PRECISIONS
+from bench.shapes import EXPERTS_TRAINED, add_shape_arguments, refuse_training
+from megamoe.core.table import PRECISIONS
 from megamoe.launch import panels
 from megamoe.testing import OVERLOADED, ROUTINGS, SKEWED
 

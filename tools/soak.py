@@ -22,9 +22,10 @@ import sys
 
 from command import parser_of
 
+from bench.shapes import EXPERTS_TRAINED
 from bench.soak.run import SCENARIOS, run
 from bench.soak.training import FOLLOWS
-from megamoe.core.table import EXPERTS_TRAINED, PRECISIONS
+from megamoe.core.table import PRECISIONS
 
 
 def main() -> int:

@@ -18,7 +18,7 @@ from command import parser_of
 
 from bench.demo.step import worker
 from bench.ranks import add_launch_arguments, launch
-from megamoe.core.table import EXPERTS_TRAINED
+from bench.shapes import EXPERTS_TRAINED
 
 
 def main() -> int:

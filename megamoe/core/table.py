@@ -59,15 +59,6 @@ class Format:
         """Bytes per element."""
         return self.dtype.itemsize
 
-    @property
-    def bytes_per_number(self) -> float:
-        """Bytes per number, including its share of the scales."""
-        scales = 0.0
-        if self.scale_block is not None:
-            height, width = self.scale_block
-            scales = self.block_scales * self.scale_dtype.itemsize / (height * width)
-        return self.bytes / self.packed + scales
-
     def width(self, columns: int) -> int:
         """Return the number of elements that a row of `columns` numbers occupies in memory."""
         return -(-columns // SCALE_GROUP) * SCALE_GROUP if self.by_quads else columns // self.packed
@@ -188,4 +179,3 @@ REFUSED = {
     "with four, would quantize the weights again"
 }
 TRAINED = [p.name for p in PRECISIONS.values() if p.trains]
-EXPERTS_TRAINED = [name for name in TRAINED if not PRECISIONS[name].packed]
