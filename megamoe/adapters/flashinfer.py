@@ -25,7 +25,6 @@ from megamoe.core.config import Activation, Problem, activation_by_name
 from megamoe.core.errors import ArgumentError, ConfigError
 from megamoe.core.table import E4M3_BLOCKS, MXFP4
 from megamoe.formats.weights import ExpertWeights
-from megamoe.launch.cache import quantize_weights
 
 NAME = "megamoe"
 _FACTORS = "fc1_alpha", "fc2_alpha", "fc1_norm_const"  # of calls of kernels for NVFP4
@@ -111,7 +110,7 @@ class MegaMoEKernel(MegaKernelBackend):
             made = ExpertWeights(weights.w13.bfloat16(), weights.w2.bfloat16())
             if stored.scaled:
                 made.validate(replace(problem, precision="bf16"))
-                made = _quantized(problem, made)
+                made = made.quantized(problem)  # FlashInfer then frees the bf16 weights
         elif stored == E4M3_BLOCKS:
             scales = {"w13_scale": weights.w13_scale, "w2_scale": weights.w2_scale}
             made = ExpertWeights(weights.w13, weights.w2, **scales)
@@ -203,11 +202,3 @@ class MegaMoEKernel(MegaKernelBackend):
         weights.validate(problem)
         self._transformed_weights = weights
         return weights
-
-
-def _quantized(problem: Problem, masters: ExpertWeights) -> ExpertWeights:
-    """Quantize bf16 weights to the precision's format. FlashInfer then frees the bf16 weights."""
-    planes, stored = problem.activation.planes, problem.formats.w
-    (q13, s13), _ = quantize_weights(masters.w13, planes, stored, None, False, None)
-    (q2, s2), _ = quantize_weights(masters.w2, 1, stored, None, False, None)
-    return ExpertWeights(q13, q2, w13_scale=s13, w2_scale=s2)

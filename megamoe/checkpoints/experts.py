@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
@@ -255,14 +254,9 @@ def _module(
 
 def _seen(source: Source, names: list[str]) -> str:
     """Say which names there are, numbers as *, with type and shape of the first of each."""
-    return "; ".join(_lines(source, names))
-
-
-def _lines(source: Source, names: list[str]) -> Iterator[str]:
     kinds: dict[str, str] = {}
     for name in names:
         kinds.setdefault(_NUMBERS.sub("*", name), name)
-    for kind, name in list(kinds.items())[:_SHOWN]:
-        yield f"{kind} {source.dtype(name)} {list(source.shape(name))}"
-    if len(kinds) > _SHOWN:
-        yield f"and {len(kinds) - _SHOWN} more"
+    found = [f"{kind} {source.dtype(n)} {list(source.shape(n))}" for kind, n in kinds.items()]
+    more = [f"and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
+    return "; ".join(found[:_SHOWN] + more)

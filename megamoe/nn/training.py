@@ -104,11 +104,7 @@ def _grad_norm(model: nn.Module, norm_type: float, max_norm: float | Tensor = 0.
     with ExitStack() as stack:
         for ranks in reversed(groups):
             stack.enter_context(ranks.together(_NORM))
-        if (
-            isinstance(max_norm, str)
-            or not isinstance(max_norm, (int, float, Tensor))
-            or not max_norm >= 0
-        ):
+        if not isinstance(max_norm, (int, float, Tensor)) or not max_norm >= 0:
             raise ArgumentError("max_norm", repr(max_norm), "a number, at least 0")
         norm_type = _order(norm_type)
         _refuse_main_grad(model.named_modules())
