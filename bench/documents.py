@@ -1,6 +1,5 @@
 """Generate parts of README.md and docs/, for tools/gen_docs.py: what, and from which sources."""
 
-import importlib
 import inspect
 import re
 from collections.abc import Callable
@@ -30,10 +29,7 @@ def environment() -> str:
 
 def options() -> str:
     """Return one row per field of Options: name, default, who takes it, the meaning that its docstring has."""
-    taken = {
-        name: inspect.signature(getattr(importlib.import_module(module), cls)).parameters
-        for name, (module, cls) in BACKENDS.items()
-    }
+    taken = {name: inspect.signature(made).parameters for name, made in BACKENDS.items()}
     rows: list[tuple[str, ...]] = []
     for option, meaning in re.findall(
         r"^        (\w+): (.*)$", Options.__doc__ or "", re.MULTILINE

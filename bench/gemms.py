@@ -102,4 +102,4 @@ class Gemms(Backend):
 
 def register() -> None:
     """Let make_backend() know it."""
-    functional.BACKENDS[NAME] = (__name__, "Gemms")
+    functional.BACKENDS[NAME] = Gemms

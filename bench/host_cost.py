@@ -15,9 +15,10 @@ from bench.timing import Timer, stopwatch
 from megamoe.backends import select as functional
 from megamoe.backends.call import Backend, Call
 from megamoe.backends.mega.backend import MegaBackend
-from megamoe.backends.mega.launches import kernel_span_ns
+from megamoe.backends.mega.launches import END, START
 from megamoe.layer import autograd
 from megamoe.layer.inputs import Inputs
+from megamoe.layer.runtime import runtime_of
 from megamoe.testing import make_inputs, make_weights
 
 CALLS = 50
@@ -49,6 +50,12 @@ class Nothing(Backend):
         return torch.empty_like(x), state
 
 
+def kernel_span_ns(profile: torch.Tensor) -> tuple[int, int]:
+    """profile: [grid, PROFILE_SLOTS] of a launch -> when its first CTA began and its last one ended, in ns. Waits."""
+    stamps = profile.cpu()
+    return int(stamps[:, START].min()), int(stamps[:, END].max())
+
+
 def measure(
     args: argparse.Namespace, precision: str, device: torch.device
 ) -> dict[tuple[str, str], list[float]]:
@@ -67,8 +74,8 @@ def measure(
     layer.prepare()
     inner = layer._layer
     weights = layer.expert_weights()
-    backend = autograd.runtime_of(inner.handle).backend
-    given = autograd.runtime_of(inner.handle).weights(weights)
+    backend = runtime_of(inner.handle).backend
+    given = runtime_of(inner.handle).weights(weights)
     # As a layer gives it, which has looked at all that is alike in its calls.
     of_layer = Call(*call, given, known=object())
     copy = torch.empty_like(inputs.x)
@@ -164,7 +171,7 @@ def check_calls(args: argparse.Namespace) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Print the table that was asked for; return 1 if --check finds a limit exceeded."""
-    functional.BACKENDS["nothing"] = (__name__, "Nothing")
+    functional.BACKENDS["nothing"] = Nothing
     torch.set_num_threads(1)
     print(header())
     return check_captured(args) if args.captured else check_calls(args)

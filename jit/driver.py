@@ -50,15 +50,3 @@ def device_attribute(device: int, name: str) -> int:
 def write_memory(address: int, content: bytes) -> None:
     """Write into memory of any device that is mapped here, and wait until it is there."""
     check(driver.cuMemcpyHtoD(address, content, len(content)))
-
-
-def enable_peer_access(device: int, peer: int) -> None:
-    """Let kernels on `device` read and write the memory of `peer`; harmless when they may already."""
-    previous = check(driver.cuCtxGetCurrent())
-    check(driver.cuCtxSetCurrent(_primary_context(device)))
-    try:
-        status = driver.cuCtxEnablePeerAccess(_primary_context(peer), 0)[0]
-        if status != driver.CUresult.CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED:
-            check((status,))
-    finally:
-        check(driver.cuCtxSetCurrent(previous))

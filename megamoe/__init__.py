@@ -50,7 +50,7 @@ from megamoe.nn.training import (  # noqa: E402
 from megamoe import ops as ops  # noqa: E402  isort: skip
 
 try:
-    _logging.getLogger("megamoe").setLevel(_env.log_level())
+    _logging.getLogger("megamoe").setLevel(_env.get("MEGAMOE_LOG").upper())
 except ConfigError as _error:  # no reason to end a program, or a command with a traceback
     _logging.getLogger("megamoe").warning("%s; it is 'warning'", _error)
 

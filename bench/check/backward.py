@@ -83,7 +83,7 @@ def saved_gate_up(
     if plan is None:
         rows = options.get("pool_rows") or megamoe.memory_report(problem)["pool_rows"]
         plan = Plan(problem, rows)
-    if state.numel() != plan.train_state_bytes:
+    if state.numel() != plan.train_state.bytes:
         return None  # another backend's
     return plan.train_state["gu"].view(state).flatten(1)
 

@@ -199,7 +199,7 @@ def state_gib(shape: Shape, precision: str, tokens: int, hosts: int, per_host: i
     if here.why_no_window() is not None:
         return 0.0
     part = replace(here, max_tokens=-(-tokens // chunks))
-    launches = Plan(here, default_pool_rows(part)).train_state_bytes
+    launches = Plan(here, default_pool_rows(part)).train_state.bytes
     x, _ = row_bytes(shape, precision)
     kept = 0 if hosts == 1 else here.max_tokens * (x - 4 * shape.top_k)  # no weights
     return chunks * (launches + kept) / 2**30

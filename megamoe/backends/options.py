@@ -73,9 +73,10 @@ class Options:
 
     def of_backend(self) -> dict[str, Any]:
         """Return those of the backends that are set."""
-        return {n: v for n, v in vars(self).items() if n not in OF_LAYER and v is not None}
+        return {n: v for n in OF_BACKENDS if (v := getattr(self, n)) is not None}
 
 
-# What the layer itself reads; the other fields are for backends.
+# What the layer itself reads.
 OF_LAYER = {"routed_scaling_factor", "apply_router_weight_on_input", "accumulate_into_main_grad"}
 OF_LAYER |= {"delay_wgrad", "transposes", "gathers", "init_seed", "placement"}
+OF_BACKENDS = [of.name for of in fields(Options) if of.name not in OF_LAYER]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import logging
 from collections.abc import Mapping, Sequence
@@ -13,8 +12,13 @@ from typing import Any, NamedTuple
 import torch
 
 from megamoe.backends.call import Backend
+from megamoe.backends.emulate.backend import EmulateBackend
 from megamoe.backends.hosts.backend import MAX_CHUNKS, HostsBackend, chunks_of, inside
 from megamoe.backends.hosts.plan import EXCHANGES
+from megamoe.backends.mega.backend import MegaBackend, Stated, check_stated, why_not_mega
+from megamoe.backends.options import OF_BACKENDS
+from megamoe.backends.reference.backend import ReferenceBackend
+from megamoe.backends.staged import StagedBackend
 from megamoe.core import env
 from megamoe.core.config import Problem
 from megamoe.core.errors import ConfigError
@@ -26,20 +30,12 @@ from megamoe.launch.layout import check_window, default_pool_rows
 
 log = logging.getLogger("megamoe")
 
-# name -> (module, class); imported when first used
-BACKENDS = {
-    "mega": ("megamoe.backends.mega.backend", "MegaBackend"),
-    "staged": ("megamoe.backends.staged", "StagedBackend"),
-    "emulate": ("megamoe.backends.emulate.backend", "EmulateBackend"),
-    "reference": ("megamoe.backends.reference.backend", "ReferenceBackend"),
+BACKENDS: dict[str, Any] = {
+    "mega": MegaBackend,
+    "staged": StagedBackend,
+    "emulate": EmulateBackend,
+    "reference": ReferenceBackend,
 }
-# what the constructors of the backends take besides problem, group and device: users, and who works on megamoe
-OPTIONS = (
-    "window", "reserve_sms", "pool_rows", "timeout_s", "weight_gradients", "chunks", "exchange"
-)  # fmt: skip
-DEVELOPERS_OPTIONS = ("pdl", "profile", "step_blocks", "num_ctas", "rounding", "few")
-
-
 # backends that run inside each host where a group spans several; by name only, see hosts_of()
 INSIDE_HOSTS = ("mega", "emulate", "reference")
 
@@ -66,30 +62,11 @@ def check_inside(
         check_window(problem)
 
 
-def why_not_mega(problem: Problem, group: Any, device: torch.device) -> str | None:
-    """Return why the kernel cannot run here, or None when it can; of the window see Problem.why_no_window()."""
-    try:
-        mega = _mega()
-    except ImportError as error:
-        return f"megamoe.backends.mega.backend cannot be imported: {error}"
-    lacking: str | None = mega.why_not(problem, group, device)
-    return lacking
-
-
 def resolve(name: str) -> str:
     """Return the backend asked for, MEGAMOE_BACKEND in place of "auto". Raises ConfigError."""
     if not isinstance(name, str) or (name != "auto" and name not in BACKENDS):
         raise ConfigError("backend", repr(name), "auto, " + ", ".join(BACKENDS))
     return env.backend() if name == "auto" else name
-
-
-def backend_class(name: str) -> Any:
-    """Return the class of a backend. Raises ConfigError where its module cannot be imported."""
-    module, cls = BACKENDS[name]
-    try:
-        return getattr(importlib.import_module(module), cls)
-    except ImportError as error:
-        raise ConfigError("backend", repr(name), f"one that can be imported ({error})") from error
 
 
 @dataclass(frozen=True)
@@ -149,11 +126,9 @@ def _choose(
         check_options(problem, group, options)
         asked = resolve(name)
         wanted, launches = asked in ("auto", "mega"), None
-        reason = why_not_mega(problem, group, device) if wanted else None
-        if asked != "auto" and reason is None:
-            backend_class(asked)
+        reason = why_not_mega(problem, device) if wanted else None
         if wanted and reason is None:
-            launches = _mega().Stated.here(group, options.get("reserve_sms"))
+            launches = Stated.here(group, options.get("reserve_sms"))
         return RankConfig(
             (host_name(), reason, launches),
             {
@@ -184,17 +159,13 @@ def _choose(
             why = f"rank {rank}: {own}" if len(said) > 1 else own
     if why is None:
         stated = {rank: launches for rank, (*_, launches) in said.items()}
-        _mega().check_stated(stated)
+        check_stated(stated)
         return _Chosen("mega", hosts, stated)
     if asked == "mega":
         raise cannot_run(why)
     if problem.rank == 0:
         _say_why(why)
     return _Chosen("staged")
-
-
-def _mega() -> Any:
-    return importlib.import_module("megamoe.backends.mega.backend")
 
 
 @cache
@@ -230,8 +201,8 @@ def check_options(problem: Problem, group: Any, options: Mapping[str, Any]) -> N
         raise ConfigError("weight_gradients", repr(products), expected)
     if window is not None and not hasattr(window, "admit"):
         raise ConfigError("window", repr(window), "None or a megamoe.window.window.Window")
-    for option in options.keys() - {*OPTIONS, *DEVELOPERS_OPTIONS}:
-        raise ConfigError("option", repr(option), "one of " + ", ".join(OPTIONS))
+    for option in options.keys() - set(OF_BACKENDS):
+        raise ConfigError("option", repr(option), "one of " + ", ".join(OF_BACKENDS))
     size = 1 if group is None else Group.of(group).size
     if size != problem.ep_size:
         raise ConfigError("ep_size", problem.ep_size, f"{size}, the size of the group")
@@ -267,7 +238,7 @@ def check_device(
     moves = device.type == "meta" or (device.type == "cpu" and torch.cuda.is_available())
     if resolve(name) != "mega" or moves:
         return
-    if (reason := why_not_mega(problem, group, device)) is not None:
+    if (reason := why_not_mega(problem, device)) is not None:
         raise cannot_run(reason)
 
 
@@ -276,8 +247,7 @@ def make_backend(
 ) -> Backend:
     """Create a backend: "auto", "mega", "staged", "emulate" or "reference". Collective.
 
-    options: those of the backends' constructors (OPTIONS). A backend ignores what it does not know,
-        since "auto" may choose either; None means unset.
+    options: OF_BACKENDS. A backend ignores what it does not know, since "auto" may choose either; None means unset.
     Raises ConfigError for unknown names and options and for "mega" where it cannot run, RankMismatch where ranks
     differ.
     """
@@ -309,7 +279,7 @@ def _made(
     stated: Mapping[int, Any] | None,
 ) -> Backend:
     """stated: what ranks said of their launches; None: they say so now."""
-    make = backend_class(name)
+    make = BACKENDS[name]
     accepted = inspect.signature(make).parameters
     if "weight_gradients" not in accepted and options.get("weight_gradients") == "e4m3":
         raise ConfigError("weight_gradients", "'e4m3'", f"'bf16' with backend {name!r}")

@@ -36,27 +36,19 @@ class Statistics:
         counts = counts.detach().to(torch.int32)
         return cls(counts, torch.ones(1, dtype=torch.int32, device=counts.device))
 
-    @classmethod
-    def of_tables(
-        cls, routes: Tensor, chunk_prefix: Tensor, epoch: Tensor, pool_rows: int, block_rows: int
-    ) -> Statistics:
-        """Read the tables that a launch of the kernel left, with operations on the device.
-
-        routes: [2, R, 4], chunk_prefix: [L, C + 1], as in megamoe/launch/layout.py. epoch: [1], of the launch.
-        """
-        cells = cls.cells(routes, epoch)
-        return cls.of_cells(cells, chunk_prefix, pool_rows, block_rows)
-
     @staticmethod
     def cells(routes: Tensor, epoch: Tensor) -> Tensor:
-        """Return a copy [R, 4] of the route table of the launch."""
+        """Return a copy [R, 4] of the route table of a launch. routes: [2, R, 4]; epoch: [1], of the launch."""
         return routes.index_select(0, (epoch & 1).long())[0]
 
     @classmethod
     def of_cells(
         cls, cells: Tensor, chunk_prefix: Tensor, pool_rows: int, block_rows: int
     ) -> Statistics:
-        """Do what of_tables() does, with the route table of the launch."""
+        """Read the tables that a launch of the kernel left, with operations on the device.
+
+        cells: of the launch. chunk_prefix: [L, C + 1], as in megamoe/launch/layout.py.
+        """
         longest = cells[:, :1].amax(0)  # [1] tokens
         used = (longest + (CHUNK_TOKENS - 1)) // CHUNK_TOKENS * cells.shape[0]
         # Behind the chunks of this launch lies what other launches left. Those chunks are taken as empty.

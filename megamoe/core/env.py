@@ -81,20 +81,25 @@ TABLE: dict[str, Variable] = {
 }
 
 
+def get(name: str) -> str:
+    """Return the value of a variable of TABLE, see Variable.get()."""
+    return TABLE[name].get()
+
+
 def cache_dir() -> Path:
     """Return the folder of compiled kernels. It may not exist yet."""
-    return Path(TABLE["MEGAMOE_CACHE_DIR"].get()).expanduser()
+    return Path(get("MEGAMOE_CACHE_DIR")).expanduser()
 
 
 def prebuilt_dir() -> Path | None:
     """Return the folder of prebuilt kernels, None if it is not set."""
-    stated = TABLE["MEGAMOE_PREBUILT"].get()
+    stated = get("MEGAMOE_PREBUILT")
     return Path(stated).expanduser() if stated else None
 
 
 def backend() -> str:
     """Return the backend that "auto" selects."""
-    return TABLE["MEGAMOE_BACKEND"].get()
+    return get("MEGAMOE_BACKEND")
 
 
 def timeout_s(stated: float | None = None) -> float:
@@ -111,26 +116,11 @@ def timeout_s(stated: float | None = None) -> float:
 
 def reserve_sms() -> int | None:
     """Return the number of SMs to leave to other kernels, None if it is not set."""
-    if not TABLE["MEGAMOE_RESERVE_SMS"].get():
+    if not get("MEGAMOE_RESERVE_SMS"):
         return None
     return int(TABLE["MEGAMOE_RESERVE_SMS"].number(0, 10_000))
 
 
-def log_level() -> str:
-    """Return the log level in the spelling of the logging module."""
-    return TABLE["MEGAMOE_LOG"].get().upper()
-
-
-def transport() -> str:
-    """Return "auto", "symm_mem" or "nvshmem"."""
-    return TABLE["MEGAMOE_TRANSPORT"].get()
-
-
-def host() -> str:
-    """Return the name given to this rank's host, empty if there is none."""
-    return TABLE["MEGAMOE_HOST"].get()
-
-
 def share_gpus() -> bool:
     """Return True if several ranks may share one GPU. Results are correct, but slow, and NCCL is not available."""
-    return TABLE["MEGAMOE_SHARE_GPUS"].get() == "1"
+    return get("MEGAMOE_SHARE_GPUS") == "1"

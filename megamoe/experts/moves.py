@@ -13,14 +13,13 @@ from megamoe.core.config import Problem
 from megamoe.core.errors import ArgumentError
 from megamoe.core.planes import is_dtensor
 from megamoe.experts.placement import ExpertPlacement
-from megamoe.formats.weights import ExpertWeights
+from megamoe.formats.weights import check_experts
 from megamoe.group.group import Group
 
 
 def check_rows(problem: Problem, weights: Any) -> dict[str, Tensor]:
     """Return the weights by name; raise ArgumentError unless each has one row per slot of this rank."""
-    if not isinstance(weights, ExpertWeights) or not isinstance(weights.w13, Tensor):
-        raise ArgumentError("weights", type(weights).__name__, "ExpertWeights")
+    check_experts("weights", weights)
     room = problem.num_local_experts()
     for name, tensor in weights.named().items():
         if is_dtensor(tensor):

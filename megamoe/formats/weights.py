@@ -388,6 +388,14 @@ def _check_strided(
         check_strides(name, value)
 
 
+def check_experts(name: str, value: object) -> None:
+    """Raise ArgumentError unless `value` is an ExpertWeights with a w13."""
+    if not isinstance(value, ExpertWeights):
+        raise ArgumentError(name, type(value).__name__, "ExpertWeights")
+    if not isinstance(value.w13, Tensor):
+        raise ArgumentError(f"{name}.w13", type(value.w13).__name__, "a tensor")
+
+
 def check_tensor(
     name: str,
     value: object,

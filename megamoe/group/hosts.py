@@ -23,7 +23,7 @@ def _this_host() -> str:
 
 def host_name() -> str:
     """Return what tells this rank's host from others: its name and this boot of it, or MEGAMOE_HOST."""
-    return env.host() or _this_host()
+    return env.get("MEGAMOE_HOST") or _this_host()
 
 
 def spans_hosts(hosts: Sequence[str]) -> str | None:

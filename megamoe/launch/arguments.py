@@ -16,7 +16,7 @@ from megamoe.core.errors import ArgumentError
 from megamoe.formats.weights import ExpertWeights
 from megamoe.jit import abi
 from megamoe.launch import layout, meetings, panels
-from megamoe.launch.layout import Region
+from megamoe.launch.layout import Regions
 from megamoe.launch.table import (
     HALF,
     Encoder,
@@ -64,65 +64,48 @@ class Plan:
         return replace(self.problem, max_tokens=self.window_tokens or self.problem.max_tokens)
 
     @cached_property
-    def window(self) -> dict[str, Region]:
+    def window(self) -> Regions:
         """Regions of the window."""
         return layout.window_regions(self.strided)
 
     @cached_property
-    def workspace(self) -> dict[str, Region]:
+    def workspace(self) -> Regions:
         """Regions of the workspace."""
         return layout.workspace_regions(self.strided, self.pool_rows)
 
     @cached_property
-    def state(self) -> dict[str, Region]:
+    def state(self) -> Regions:
         """Regions of a call's state."""
         return layout.state_regions(self.strided)
 
     @cached_property
     def state_offset(self) -> int:
         """Where the workspace's memory holds the state of calls that bring none of their own."""
-        return layout.total_bytes(self.workspace)
+        return self.workspace.bytes
 
     @cached_property
     def workspace_bytes(self) -> int:
         """Bytes of the workspace, with the state behind it."""
-        return self.state_offset + layout.total_bytes(self.state)
+        return self.state_offset + self.state.bytes
 
     @cached_property
-    def train_state(self) -> dict[str, Region]:
+    def train_state(self) -> Regions:
         """Regions of the state of a call that trains."""
         return layout.train_state_regions(self.strided, self.pool_rows)
 
     @cached_property
-    def train_state_bytes(self) -> int:
-        """Bytes of the state of a call that trains."""
-        return layout.total_bytes(self.train_state)
-
-    @cached_property
-    def backward(self) -> dict[str, Region]:
+    def backward(self) -> Regions:
         """Regions of backward's part of the workspace, which is memory of its own."""
         return layout.backward_regions(self.strided, self.pool_rows, self.weight_gradients)
 
     @cached_property
-    def backward_bytes(self) -> int:
-        """Bytes of backward's part of the workspace."""
-        return layout.total_bytes(self.backward)
-
-    @cached_property
-    def kept(self) -> dict[str, Region]:
+    def kept(self) -> Regions:
         """Regions of what a backward pass keeps for weight gradients of several."""
         return layout.stash_regions(self.strided, self.pool_rows, self.weight_gradients)
 
-    @cached_property
-    def stash_bytes(self) -> int:
-        """Bytes of what a backward pass keeps."""
-        return layout.total_bytes(self.kept)
-
     def views(self, memory: Tensor) -> dict[str, Tensor]:
         """memory: [workspace_bytes] uint8 -> every region of the workspace and of the state in it."""
-        own = {name: region.view(memory) for name, region in self.workspace.items()}
-        behind = memory[self.state_offset :]
-        return own | {name: region.view(behind) for name, region in self.state.items()}
+        return self.workspace.views(memory) | self.state.views(memory[self.state_offset :])
 
 
 @dataclass(frozen=True)
@@ -157,7 +140,7 @@ def fill_static(args: Any, plan: Plan, place: Place, encoder: Encoder) -> None:
     args: a zeroed one of abi.LAUNCHES; of backward, fill_backward() fills the table.
     """
     p = plan.strided
-    address = {n: place.workspace_base + region.offset for n, region in plan.workspace.items()}
+    address = plan.workspace.at(place.workspace_base)
     for name in address.keys() & set(abi.field_names(abi.Args)):
         setattr(args, name, address[name])
     fill_state(args, plan, place.workspace_base + plan.state_offset)
@@ -213,8 +196,8 @@ def _fill_expanded(args: Any, plan: Plan, address: dict[str, int], encoder: Enco
 
 def fill_state(args: Any, plan: Plan, base: int) -> None:
     """Point the launch at the state of its call: the address of memory that holds plan.state."""
-    for name, region in plan.state.items():
-        setattr(args, name, base + region.offset)
+    for name, address in plan.state.at(base).items():
+        setattr(args, name, address)
 
 
 def fill_weights(args: Any, plan: Plan, weights: ExpertWeights, encoder: Encoder) -> None:

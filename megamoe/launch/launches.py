@@ -72,16 +72,13 @@ def _capture_id(stream: int) -> int:
     return int(check(driver.cuStreamGetCaptureInfo(driver.CUstream(stream)))[1])
 
 
-_orders: dict[int, _LaunchOrder] = {}
 launch_lock = threading.RLock()
 
 
+@cache
 def launch_order(device: int) -> _LaunchOrder:
     """Return the order of launches on a device. Use it under launch_lock, until the launch is made."""
-    order = _orders.get(device)
-    if order is None:
-        order = _orders[device] = _LaunchOrder(device)
-    return order
+    return _LaunchOrder(device)
 
 
 def on_device(device: torch.device) -> Any:

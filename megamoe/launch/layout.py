@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec
 
 import torch
 
@@ -32,13 +33,13 @@ WARPGROUP_ROWS = abi.WARPGROUP_ROWS  # a launch that trains fills an expert's ro
 SLACK = 1.25  # of the default pool over an even load
 
 _Spec = tuple[str, tuple[int, ...], torch.dtype]
+_P = ParamSpec("_P")
 
 
 @dataclass(frozen=True)
 class Region:
     """A range of bytes, seen as a row-major array. Unsigned cells appear as int32, which torch can index."""
 
-    name: str
     offset: int
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -58,21 +59,41 @@ class Region:
         return memory[self.offset : self.end].view(self.dtype).view(self.shape)
 
 
+class Regions(dict[str, Region]):
+    """The regions of one piece of memory, by name. bytes: of all of them."""
+
+    bytes = 0
+
+    def views(self, memory: torch.Tensor) -> dict[str, torch.Tensor]:
+        """memory: [bytes] uint8 -> every region, as a view."""
+        return {name: region.view(memory) for name, region in self.items()}
+
+    def at(self, base: int) -> dict[str, int]:
+        """Return the address of every region of memory that begins at `base`."""
+        return {name: base + region.offset for name, region in self.items()}
+
+    def zero(self, memory: torch.Tensor, names: Iterable[str]) -> None:
+        """Zero the regions of these names."""
+        for name in names:
+            self[name].view(memory).zero_()
+
+
 def _round_up(value: int, unit: int) -> int:
     return -(-value // unit) * unit
 
 
-def _place(specs: Iterator[_Spec]) -> dict[str, Region]:
-    regions, offset = {}, 0
-    for name, shape, dtype in specs:
-        regions[name] = Region(name, offset, shape, dtype)
-        offset = _round_up(regions[name].end, ALIGNMENT)
-    return regions
+def _regions(specs: Callable[_P, Iterator[_Spec]]) -> Callable[_P, Regions]:
+    """Make a function that yields name, shape and dtype of regions return their Regions, one behind the other."""
 
+    @wraps(specs)
+    def place(*args: _P.args, **kwargs: _P.kwargs) -> Regions:
+        made = Regions()
+        for name, shape, dtype in specs(*args, **kwargs):
+            made[name] = region = Region(made.bytes, shape, dtype)
+            made.bytes = _round_up(region.end, ALIGNMENT)
+        return made
 
-def total_bytes(regions: dict[str, Region]) -> int:
-    """Return the bytes that hold all regions."""
-    return _round_up(max((region.end for region in regions.values()), default=0), ALIGNMENT)
+    return place
 
 
 # --- the window: symmetric memory, the same offsets on every rank ---
@@ -124,17 +145,14 @@ def few_pool_rows(problem: Problem) -> int:
     return _round_up(routes + 32 * p.num_local_experts(p.rank), BLOCK_ROWS)
 
 
-def window_regions(problem: Problem) -> dict[str, Region]:
+@_regions
+def window_regions(p: Problem) -> Iterator[_Spec]:
     """Return the regions of one rank's window. They depend on nothing that differs between ranks.
 
     A backward launch stages dy where others stage x, once no rank reads what the launch before it staged; in
     window_dy if the formats differ.
     """
-    check_window(problem)
-    return _place(_window(problem))
-
-
-def _window(p: Problem) -> Iterator[_Spec]:
+    check_window(p)
     ranks, tokens, top_k, hidden = p.ep_size, p.max_tokens, p.top_k, p.hidden
     # Whether a rank has given up; 1 + the rank whose host did, if it was one: Window.abort()
     yield "window_abort", (2,), torch.int32
@@ -187,12 +205,6 @@ def max_chunks(problem: Problem) -> int:
     return problem.ep_size * -(-problem.max_tokens // CHUNK_TOKENS)
 
 
-def workspace_regions(problem: Problem, pool_rows: int) -> dict[str, Region]:
-    """Return the regions of this rank's workspace for a pool of M = pool_rows rows."""
-    _check_pool(problem, pool_rows)
-    return _place(_workspace(problem, pool_rows))
-
-
 def _check_pool(problem: Problem, pool_rows: int) -> None:
     least = min_pool_rows(problem)
     if not isinstance(pool_rows, int):
@@ -206,7 +218,10 @@ def _check_pool(problem: Problem, pool_rows: int) -> None:
         raise ConfigError("pool_rows", pool_rows, f"at most {MAX_POOL_ROWS}")
 
 
-def _workspace(p: Problem, rows: int) -> Iterator[_Spec]:
+@_regions
+def workspace_regions(p: Problem, rows: int) -> Iterator[_Spec]:
+    """Return the regions of this rank's workspace for a pool of M = `rows` rows."""
+    _check_pool(p, rows)
     blocks, x, h = rows // BLOCK_ROWS, p.formats.x, p.formats.h
     for cell in WORKSPACE_CONTROL:
         yield cell, (1,), torch.int32
@@ -237,20 +252,15 @@ BACKWARD_CONTROL = ("grads_ready",)
 TRANSPOSED_SCALES = ("x_rows_scale", "hs_scale", "dy_rows_scale", "dgu_columns_scale")
 
 
-def backward_regions(
-    problem: Problem, pool_rows: int, weight_gradients: str = "bf16"
-) -> dict[str, Region]:
+@_regions
+def backward_regions(p: Problem, rows: int, weight_gradients: str = "bf16") -> Iterator[_Spec]:
     """Return the regions that a backward launch needs beside the workspace, in memory of its own.
 
     dy's rows in the format of x are the workspace's x_pool. Where x has no scales, they are dy_rows too, and hs is the
     workspace's h, which has the same format. Packed weights have no gradients, and if x is e4m3, dy is dy_rows.
     weight_gradients: "e4m3": what they multiply is transposed, blocks of 128 rows as [columns, 128].
     """
-    _check_pool(problem, pool_rows)
-    return _place(_backward(problem, pool_rows, weight_gradients == "e4m3"))
-
-
-def _backward(p: Problem, rows: int, transposed: bool) -> Iterator[_Spec]:
+    _check_pool(p, rows)
     planes = p.activation.planes
     for cell in BACKWARD_CONTROL:
         yield cell, (1,), torch.int32
@@ -266,7 +276,7 @@ def _backward(p: Problem, rows: int, transposed: bool) -> Iterator[_Spec]:
         x, (_, groups) = p.formats.x, p.formats.x.scale_shape(rows, p.intermediate)
         yield "dgu_rows", (rows, planes, p.intermediate), x.dtype
         yield "dgu_scale", (planes * groups, rows), torch.float32
-    if transposed:
+    if weight_gradients == "e4m3":
         yield from _transposed(p, rows)
         return
     yield "x_rows", (rows, p.hidden), torch.bfloat16
@@ -299,26 +309,15 @@ def _transposed(p: Problem, rows: int) -> Iterator[_Spec]:
 # --- what a backward pass keeps, where weight gradients of several are made in one launch ---
 
 
-def stash_regions(
-    problem: Problem, pool_rows: int, weight_gradients: str = "bf16"
-) -> dict[str, Region]:
+@_regions
+def stash_regions(p: Problem, rows: int, weight_gradients: str = "bf16") -> Iterator[_Spec]:
     """Return the regions that a backward launch fills in place of the workspace's, and a copy of what places its rows.
 
     A row has 2 * (2 * H + (P + 1) * I) + 4 bytes in every precision; with weight_gradients "e4m3" about half.
     """
-    _check_pool(problem, pool_rows)
-    return _place(_kept(problem, pool_rows, weight_gradients == "e4m3"))
-
-
-def max_stashed_passes(problem: Problem) -> int:
-    """Return how many passes a launch makes weight gradients of at most."""
-    entries = abi.CONSTANTS["max_stashed_entries"] // (problem.num_local_experts(problem.rank) + 1)
-    return min(abi.CONSTANTS["max_stashed_passes"], entries)
-
-
-def _kept(p: Problem, rows: int, transposed: bool) -> Iterator[_Spec]:
+    _check_pool(p, rows)
     yield "row_weight", (rows,), torch.float32
-    if transposed:
+    if weight_gradients == "e4m3":
         yield from (spec for spec in _transposed(p, rows) if spec[0] != "row_tokens")
     else:
         yield "dgu", (rows, p.activation.planes, p.intermediate), torch.bfloat16
@@ -329,15 +328,22 @@ def _kept(p: Problem, rows: int, transposed: bool) -> Iterator[_Spec]:
     yield from (spec for spec in _state(p) if spec[0] == "chunk_prefix")
 
 
+def max_stashed_passes(problem: Problem) -> int:
+    """Return how many passes a launch makes weight gradients of at most."""
+    entries = abi.CONSTANTS["max_stashed_entries"] // (problem.num_local_experts(problem.rank) + 1)
+    return min(abi.CONSTANTS["max_stashed_passes"], entries)
+
+
 # --- the state: of one call on one rank ---
 
 
-def state_regions(problem: Problem) -> dict[str, Region]:
+@_regions
+def state_regions(p: Problem) -> Iterator[_Spec]:
     """Return the regions of a call's state: its routes, from which every pass can be planned again.
 
     Written before it is read in each launch, so its memory may be anything.
     """
-    return _place(_state(problem))
+    yield from _state(p)
 
 
 def _state(p: Problem) -> Iterator[_Spec]:
@@ -347,20 +353,13 @@ def _state(p: Problem) -> Iterator[_Spec]:
     yield "chunk_prefix", (p.num_local_experts(p.rank), chunks + 1), torch.int32
 
 
-def train_state_regions(problem: Problem, pool_rows: int) -> dict[str, Region]:
+@_regions
+def train_state_regions(p: Problem, rows: int) -> Iterator[_Spec]:
     """Return the regions of the state of a call that trains: what backward needs besides x, weights and routes.
 
     Forward writes all that backward reads of it, so its memory may be anything.
     """
-    _check_pool(problem, pool_rows)
-    return _place(_train_state(problem, pool_rows))
-
-
-def _header() -> tuple[int]:
-    return (ctypes.sizeof(abi.StateHeader) // 4,)
-
-
-def _train_state(p: Problem, rows: int) -> Iterator[_Spec]:
+    _check_pool(p, rows)
     x = p.formats.x
     yield "header", _header(), torch.int32
     yield from _state(p)
@@ -370,6 +369,10 @@ def _train_state(p: Problem, rows: int) -> Iterator[_Spec]:
     yield "tokens", (slots, p.max_tokens, x.width(p.hidden)), x.dtype
     if x.scaled:
         yield "tokens_scale", (slots, *x.scale_shape(p.max_tokens, p.hidden)), torch.float32
+
+
+def _header() -> tuple[int]:
+    return (ctypes.sizeof(abi.StateHeader) // 4,)
 
 
 def train_state_used(problem: Problem, pool_rows: int) -> int:
@@ -425,10 +428,11 @@ def memory_report(
     worst = worst_pool_rows(problem)
     window, workspace = window_regions(problem), workspace_regions(problem, rows)
     state, trains = state_regions(problem), problem.formats.trains
-    train_state = train_state_regions(problem, rows) if trains else {}
-    largest_state = train_state_regions(problem, max(worst, rows)) if trains else {}
-    backward = backward_regions(problem, rows, weight_gradients) if trains else {}
-    kept = stash_regions(problem, rows, weight_gradients) if trains else {}
+    none = Regions()
+    train_state = train_state_regions(problem, rows) if trains else none
+    largest_state = train_state_regions(problem, max(worst, rows)) if trains else none
+    backward = backward_regions(problem, rows, weight_gradients) if trains else none
+    kept = stash_regions(problem, rows, weight_gradients) if trains else none
     copies = 0
     if problem.formats.w.scaled:
         stored = expected_weights(problem).items()
@@ -436,14 +440,14 @@ def memory_report(
     report: dict[str, Any] = {
         "copies_bytes": copies,
         "transposes_bytes": copies if problem.formats.transposes else 0,
-        "window_bytes": total_bytes(window),
-        "workspace_bytes": total_bytes(workspace),
-        "state_bytes": total_bytes(state),
-        "backward_bytes": total_bytes(backward),
-        "stash_bytes": total_bytes(kept),
-        "train_state_bytes": total_bytes(train_state),
+        "window_bytes": window.bytes,
+        "workspace_bytes": workspace.bytes,
+        "state_bytes": state.bytes,
+        "backward_bytes": backward.bytes,
+        "stash_bytes": kept.bytes,
+        "train_state_bytes": train_state.bytes,
         "train_state_used_bytes": train_state_used(problem, rows) if trains else 0,
-        "train_state_worst_bytes": total_bytes(largest_state),
+        "train_state_worst_bytes": largest_state.bytes,
         "pool_rows": rows,
         "worst_pool_rows": worst,
         "regions": _sizes({**window, **workspace, **state}),

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megamoe.core.config import Problem
 from megamoe.core.errors import ArgumentError
-from megamoe.core.planes import by_plane, map_strides, plane_strides
+from megamoe.core.planes import plane_strides
 from megamoe.core.table import BF16, SCALE_GROUP
 from megamoe.formats.weights import ExpertWeights, TransposedWeights
 from megamoe.jit import abi
@@ -248,21 +248,16 @@ def weight_rows(problem: Problem, weights: ExpertWeights, other: int) -> list[Ro
     local, planes, size = p.num_local_experts(p.rank), p.activation.planes, stored.bytes
     inner = stored.width(abi.SLOT_K_BYTES // p.formats.x.bytes)  # h's numbers have as many bytes
     found = []
-    for gemm, w, w_planes, height, k, scale, bias in (
-        ("gemm1", weights.w13, planes, p.intermediate, p.hidden, weights.w13_scale, weights.b13),
-        ("gemm2", weights.w2, 1, p.hidden, p.intermediate, weights.w2_scale, weights.b2),
-    ):
-        width = stored.width(k)
-        base, strides = other, _repeated(width * size)
-        if local:
-            base, strides = w.data_ptr(), map_strides(by_plane(w, w_planes))
-        if base % 16:
-            raise ArgumentError("weights", hex(base), "16-byte aligned storage")
-        b_scale = address_of(scale)
-        by_vectors = stored.block_scales > 1 or stored.whole_rows
-        if by_vectors and b_scale % 16:
+    for gemm, w, shape, scale, bias in (
+        ("gemm1", weights.w13, (local, planes, p.intermediate, stored.width(p.hidden)),
+         weights.w13_scale, weights.b13),
+        ("gemm2", weights.w2, (local, 1, p.hidden, stored.width(p.intermediate)),
+         weights.w2_scale, weights.b2),
+    ):  # fmt: skip
+        place, b_scale = place_of("weights", w, shape[1], shape, other), address_of(scale)
+        if (stored.block_scales > 1 or stored.whole_rows) and b_scale % 16:  # read by vectors
             raise ArgumentError("weights' scales", hex(b_scale), "16-byte aligned storage")
-        b = Map(base, (width, height, w_planes, max(local, 1)), strides, (inner, HALF, 1, 1), size)
+        b = matrix_map(place, shape, size, HALF)._replace(box=(inner, HALF, 1, 1))
         found.append(Row(gemm, b=b, b_scale=b_scale, bias=address_of(bias)))
     return found
 

@@ -46,11 +46,9 @@ def fill_train_state(args: Any, plan: Plan, base: int, encoder: Encoder) -> None
     if base % 16:
         raise ArgumentError("state", hex(base), "16-byte aligned storage")
     p = plan.strided
-    for name, region in plan.train_state.items():
-        if name in _TRAINING_STATE:
-            setattr(args.state, name, base + region.offset)
-        elif name != "gu":  # in maps only
-            setattr(args, name, base + region.offset)
+    for name, region in plan.train_state.items():  # not by at(): each call of Python counts here
+        if name != "gu":  # in maps only
+            setattr(args.state if name in _TRAINING_STATE else args, name, base + region.offset)
     gu = base + plan.train_state["gu"].offset
     set_maps(args.gu, plane_maps(gu, plan.pool_rows, p.activation.planes, p.intermediate), encoder)
 
@@ -58,14 +56,14 @@ def fill_train_state(args: Any, plan: Plan, base: int, encoder: Encoder) -> None
 def fill_backward(args: Any, plan: Plan, base: int, encoder: Encoder, kept: int = 0) -> None:
     """Turn what fill_static filled into a backward launch: its pool, its GEMMs' operands, its tables.
 
-    base: address of plan.backward_bytes. kept: of plan.stash_bytes, for rows of weight gradients; 0: none.
+    base: address of memory for plan.backward. kept: of memory for plan.kept, for rows of weight gradients; 0: none.
     """
     p, workspace = plan.strided, _workspace_base(args, plan)
-    address = {name: workspace + region.offset for name, region in plan.workspace.items()}
+    address = plan.workspace.at(workspace)
     address |= {"hs": address["h"]}  # unless it has memory of its own
-    address |= {name: base + region.offset for name, region in plan.backward.items()}
+    address |= plan.backward.at(base)
     if kept:
-        address |= {name: kept + region.offset for name, region in plan.kept.items()}
+        address |= plan.kept.at(kept)
         if not p.formats.x.scaled:  # dy is pulled as it is kept
             address["x_pool"] = address["dy_rows"]
     if p.formats.dy != p.formats.x:
@@ -143,19 +141,29 @@ def fill_gradients(
     targets: Mapping[str, Tensor],
     *,
     accumulate: bool = False,
-    only_weights: bool = False,
     keeps: bool = False,
+    other: int = 0,
 ) -> list[Row]:
-    """Fill which gradients a backward launch makes, and where it puts the experts'.
+    """Fill which experts' gradients a backward launch makes, and where it puts them.
 
     targets: by name of the weights, those that are wanted. w13: [L, P*I, H] or [L, P, I, H], w2: [L, H, I], any strides
         that TMA takes, both bf16 or both fp32. b13: [L, P*I], b2: [L, H] fp32, contiguous.
-    accumulate: add to what they hold. only_weights: dx and d_topk_weights are not written, unless the launch is given
-        up. The same on all ranks. keeps: no experts' gradients, but the rows for all of them.
+    accumulate: add to what they hold. keeps: no experts' gradients, but the rows for all of them. other: any legal
+        address; 0: that of y_rows.
     Returns the rows of the table that it has filled.
     """
-    args.own.only_weights = only_weights
-    return _fill_targets(args, plan, encoder, targets, (accumulate, keeps, args.y_rows))
+    sizes = {targets[name].element_size() for name in ("w13", "w2") if name in targets}
+    if len(sizes) > 1:
+        raise ArgumentError("dw13 and dw2", sizes, "elements of one size")
+    for name in targets.keys() & {"b13", "b2"}:
+        db = targets[name]
+        if db.dtype != torch.float32 or not db.is_contiguous():
+            raise ArgumentError(f"d{name}", f"{db.dtype}, strides {db.stride()}", "contiguous fp32")
+    size = sizes.pop() if sizes else BF16.bytes
+    rows = gradient_rows(plan.problem, targets, other or args.y_rows, size, keeps)
+    write(args, rows, encoder)
+    args.own.dw_bytes, args.own.accumulate = size, accumulate
+    return rows
 
 
 def move_gradients(
@@ -168,29 +176,6 @@ def move_gradients(
             row.out = [row.out[0]._replace(base=targets[of_w].data_ptr())]
             row.bias = address_of(targets.get(of_b))
     write(args, rows, encoder)
-
-
-def _fill_targets(
-    args: Any,
-    plan: Plan,
-    encoder: Encoder,
-    targets: Mapping[str, Tensor],
-    how: tuple[bool, bool, int],
-) -> list[Row]:
-    """how: whether it adds, whether it keeps, any legal address."""
-    accumulate, keeps, other = how
-    sizes = {targets[name].element_size() for name in ("w13", "w2") if name in targets}
-    if len(sizes) > 1:
-        raise ArgumentError("dw13 and dw2", sizes, "elements of one size")
-    for name in targets.keys() & {"b13", "b2"}:
-        db = targets[name]
-        if db.dtype != torch.float32 or not db.is_contiguous():
-            raise ArgumentError(f"d{name}", f"{db.dtype}, strides {db.stride()}", "contiguous fp32")
-    size = sizes.pop() if sizes else BF16.bytes
-    rows = gradient_rows(plan.problem, targets, other, size, keeps)
-    write(args, rows, encoder)
-    args.own.dw_bytes, args.own.accumulate = size, accumulate
-    return rows
 
 
 def stash_zeros(plan: Plan, device: torch.device) -> Tensor | None:
@@ -214,7 +199,7 @@ def fill_stashed_weights(
 ) -> None:
     """Fill a launch that makes the experts' gradients of passes that were kept.
 
-    passes: addresses of plan.stash_bytes each, at most layout.max_stashed_passes() of them. targets, accumulate: as
+    passes: an address of plan.kept for each, at most layout.max_stashed_passes() of them. targets, accumulate: as
         fill_gradients takes them. zeros: of stash_zeros().
     """
     p, own, rows = plan.strided, args.own, plan.pool_rows
@@ -224,7 +209,7 @@ def fill_stashed_weights(
     args.pool_rows = rows
     own.num_passes = len(passes)
     for to, base in zip(own.passes, passes, strict=False):
-        at = {name: base + region.offset for name, region in plan.kept.items()}
+        at = plan.kept.at(base)
         dw13, dw2 = gradient_operands(plan, at)
         assert dw13.a is not None
         assert dw2.a is not None
@@ -236,7 +221,7 @@ def fill_stashed_weights(
             to.a_scale[i], to.b_scale[i] = gemm.a_scale, gemm.b_scale
         for name in ("row_weight", "header", "chunk_prefix"):
             setattr(to, name, at[name])
-    _fill_targets(args, plan, encoder, targets, (accumulate, False, passes[0]))
+    fill_gradients(args, plan, encoder, targets, accumulate=accumulate, other=passes[0])
 
 
 def fill_backward_call(
@@ -251,7 +236,8 @@ def fill_backward_call(
 ) -> None:
     """Fill the tensors of a backward call. The routing weights come from the state.
 
-    dy, x, dx: [T, H] bf16; topk_ids: [T, K]; d_topk_weights: [T, K] fp32; all contiguous.
+    dy, x, dx: [T, H] bf16; topk_ids: [T, K]; d_topk_weights: [T, K] fp32; all contiguous. Where own.only_weights says
+    so, equal on all ranks, dx and d_topk_weights are not written, unless the launch is given up.
     """
     fill_call(args, dy, topk_ids, d_topk_weights, dx, num_tokens_device)
     args.topk_weights = None

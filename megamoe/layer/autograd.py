@@ -23,15 +23,6 @@ from megamoe.layer.inputs import Inputs
 from megamoe.layer.operators import forward, library
 from megamoe.layer.runtime import Runtime, runtime_of
 
-__all__ = [
-    "RecordOptions",
-    "Runtime",
-    "apply",
-    "record",
-    "refuse_tangents",
-    "runtime_of",
-]
-
 NO_WEIGHTS: dict[str, Any] = dict.fromkeys(ExpertWeights.__dataclass_fields__)
 
 
@@ -61,7 +52,7 @@ class _Call(torch.autograd.Function):
         inputs = Inputs(*tensors)
         if how.delayed is not None:
             assert how.weights is not None
-            inputs = inputs.with_weights(how.weights)
+            inputs = inputs._replace(**vars(how.weights))
             ctx.asked = asked_of(how.weights)
         if how.direct:
             assert how.weights is not None

@@ -49,10 +49,6 @@ class Inputs(NamedTuple):
         """The weights as they were given."""
         return ExpertWeights(self.w13, self.w2, self.b13, self.b2, self.w13_scale, self.w2_scale)
 
-    def with_weights(self, weights: ExpertWeights) -> Inputs:
-        """Return the same call with these weights."""
-        return self._replace(**vars(weights))
-
     def call(self, weights: ExpertWeights, known: Any = None) -> Call:
         """Return the call for a backend, with the weights that it reads. known: as Call.known."""
         x, topk_ids, topk_weights, x_scale = *self[:3], self.x_scale

@@ -14,7 +14,7 @@ from megamoe.core.config import Problem
 from megamoe.core.errors import ArgumentError, ConfigError
 from megamoe.core.planes import check_kind, check_memory
 from megamoe.formats.quantized import QuantizedRows
-from megamoe.formats.weights import ExpertWeights
+from megamoe.formats.weights import ExpertWeights, check_experts
 from megamoe.layer.inputs import Inputs, flat
 
 
@@ -130,10 +130,7 @@ def checked(
 
 def check_weights(problem: Problem, weights: Any, device: torch.device | None) -> None:
     """Raise ArgumentError unless weights fit the problem: masters, or as its precision stores them."""
-    if not isinstance(weights, ExpertWeights):
-        raise ArgumentError("weights", type(weights).__name__, "ExpertWeights")
-    if not isinstance(weights.w13, Tensor):
-        raise ArgumentError("weights.w13", type(weights.w13).__name__, "a tensor")
+    check_experts("weights", weights)
     if weights.w13.is_meta:
         raise ArgumentError("weights.w13.device", "meta", "a device with memory")
     weights.validate(problem, device, masters=True)

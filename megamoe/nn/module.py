@@ -25,13 +25,13 @@ from megamoe.experts.placement import ExpertPlacement
 from megamoe.experts.shards import Place, distributed, read, write
 from megamoe.experts.tensors import is_fsdp
 from megamoe.formats.quantized import keeping
-from megamoe.formats.weights import ExpertWeights, expected_weights, master_types
+from megamoe.formats.weights import ExpertWeights, check_experts, expected_weights, master_types
 from megamoe.launch.gathered import Shards, plain
 from megamoe.layer.layer import Layer
 from megamoe.layer.placed import PlacedLayer
 from megamoe.nn.initial import draw
 from megamoe.nn.optimizers import watch
-from megamoe.nn.quantized import QUANTIZED, check_kind, check_state, check_taken
+from megamoe.nn.quantized import QUANTIZED, check_state, check_taken
 
 _NAMES = ("w13", "w2", "b13", "b2", "w13_scale", "w2_scale")
 
@@ -331,7 +331,7 @@ class MegaMoE(nn.Module):
         self._take_fp4(NVFP4, weights)
 
     def _take_fp4(self, stored: Format, weights: ExpertWeights) -> None:
-        check_kind(weights)
+        check_experts("weights", weights)
         weights.validate(self.problem, weights.w13.device)
         given = weights.named() | {"w13": weights.w13.flatten(1, -2)}
         self._take(stored, {name: given[name].contiguous() for name in QUANTIZED})

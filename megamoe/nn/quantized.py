@@ -11,15 +11,9 @@ from torch import Tensor
 from megamoe.core.config import Problem
 from megamoe.core.errors import ArgumentError, ConfigError
 from megamoe.core.table import Format
-from megamoe.formats.weights import ExpertWeights, check_tensor, expected_weights
+from megamoe.formats.weights import check_tensor, expected_weights
 
 QUANTIZED = ("w13", "w2", "w13_scale", "w2_scale")
-
-
-def check_kind(weights: object) -> None:
-    """Raise ArgumentError for what are no weights."""
-    if not isinstance(weights, ExpertWeights) or not isinstance(weights.w13, Tensor):
-        raise ArgumentError("weights", type(weights).__name__, "ExpertWeights")
 
 
 def check_taken(problem: Problem, stored: Format, given: Mapping[str, Tensor]) -> None:

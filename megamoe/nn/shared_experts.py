@@ -21,7 +21,13 @@ from megamoe.core.table import SCALE_GROUP
 from megamoe.core.transforms import lasting
 from megamoe.experts.placement import SlotsOfShared
 from megamoe.formats.versions import made_of
-from megamoe.formats.weights import ExpertWeights, check_tensor, expected_weights, masters_of
+from megamoe.formats.weights import (
+    ExpertWeights,
+    check_experts,
+    check_tensor,
+    expected_weights,
+    masters_of,
+)
 from megamoe.layer import main_grad
 from megamoe.layer.rows import finite_factor
 
@@ -125,7 +131,7 @@ class SharedExperts:
         Raises:
             ArgumentError: A shape or dtype is wrong, or parts end within a 128-block of scales.
         """
-        _check_kind(shared=whole)
+        check_experts("shared", whole)
         n, planes = self.count, self.problem.activation.planes
         if whole.w13.dim() == 3 and len(whole.w13) == planes:  # as checkpoints are read
             whole = replace(whole, w13=whole.w13.flatten(0, 1))
@@ -229,7 +235,8 @@ class SharedExperts:
         Raises:
             ArgumentError: The tensors do not belong together.
         """
-        _check_kind(routed=routed, shared=shared)
+        check_experts("routed", routed)
+        check_experts("shared", shared)
         problem, device = self.problem, routed.w13.device
         of = replace(problem, num_experts=self.routed_problem.num_experts)
         routed.validate(of, device, masters=True)
@@ -262,12 +269,6 @@ class SharedExperts:
         """
         num = self.routed_problem.num_local_experts()
         return replace(statistics, tokens_per_expert=statistics.tokens_per_expert[:num])
-
-
-def _check_kind(**given: Any) -> None:
-    for name, weights in given.items():
-        if not isinstance(weights, ExpertWeights) or not isinstance(weights.w13, Tensor):
-            raise ArgumentError(name, type(weights).__name__, "ExpertWeights")
 
 
 def _apart(name: str, theirs: Any, mine: Tensor, planes: int) -> bool:

@@ -103,27 +103,20 @@ class Window:
             self.agree(problem)
         self.regions = layout.window_regions(problem)
         self.closed = True  # until all have theirs; nobody launches before all are zero
-        made = transport or env.transport()
+        made = transport or env.get("MEGAMOE_TRANSPORT")
         self.group.all_or_none("make its window", lambda: self._allocate(made))
         self.closed = False
 
     def _allocate(self, transport: str | Transport) -> None:
-        chosen = choose(transport, self.group) if isinstance(transport, str) else transport
+        allocate = choose(transport, self.group) if isinstance(transport, str) else transport
         with on_device(self.device):
-            self._allocation = chosen.allocate(
-                layout.total_bytes(self.regions), self.device, self.group
-            )
+            self._allocation = allocate(self.regions.bytes, self.device, self.group)
             self.memory, self.bases = self._allocation.memory, self._allocation.peers
             self.memory.zero_()
             self._epoch = torch.zeros(64, dtype=torch.int32, device=self.device)
-            self._fault_memory = _pinned(ctypes.sizeof(abi.FaultRecord), self.device)
-            self.fault = abi.FaultRecord.from_address(self._fault_memory.data_ptr())
+            self.fault_memory = _pinned(ctypes.sizeof(abi.FaultRecord), self.device)
+            self.fault = abi.FaultRecord.from_address(self.fault_memory.data_ptr())
             self._synchronize()
-
-    @property
-    def epoch_address(self) -> int:
-        """Device address of the count of completed launches."""
-        return int(self._epoch.data_ptr())
 
     @property
     def epoch_cell(self) -> Tensor:
@@ -133,11 +126,6 @@ class Window:
     def epoch(self) -> int:
         """Return the count of completed launches. Waits for the device."""
         return int(self._epoch[0])
-
-    @property
-    def fault_address(self) -> int:
-        """Address of the FaultRecord."""
-        return int(self._fault_memory.data_ptr())
 
     def agree(self, problem: Problem) -> None:
         """Refuse ranks that were configured differently, naming rank and field. Collective."""
@@ -170,7 +158,7 @@ class Window:
 
     def backward_workspace(self, plan: Plan) -> Tensor:
         """Return what backward needs besides, zeroed when new: made when a layer of this layout first trains."""
-        return self._memory_for(self._backward_workspaces, plan, plan.backward_bytes)
+        return self._memory_for(self._backward_workspaces, plan, plan.backward.bytes)
 
     def _memory_for(self, made: dict[Any, Tensor], plan: Plan, nbytes: int) -> Tensor:
         key = (plan.strided, plan.pool_rows, plan.weight_gradients)
@@ -250,18 +238,15 @@ class Window:
         epochs = self.group.gather(mark_of("reset()"), self.epoch())  # here no rank's kernel runs
         last = max(epochs.values())
         with on_device(self.device):
-            for name in layout.WINDOW_CONTROL:
-                self.regions[name].view(self.memory).zero_()
+            self.regions.zero(self.memory, layout.WINDOW_CONTROL)
             for made, regions, cells in (
                 (self._workspaces, layout.workspace_regions, layout.WORKSPACE_RESET),
                 (self._backward_workspaces, layout.backward_regions, layout.BACKWARD_CONTROL),
             ):
                 for (problem, rows, _), memory in made.items():
-                    table = regions(problem, rows)
-                    for name in cells:
-                        table[name].view(memory).zero_()
+                    regions(problem, rows).zero(memory, cells)
             self._epoch.fill_(last + 1)
-            self._fault_memory.zero_()
+            self.fault_memory.zero_()
             self._synchronize()
         self.broken = None
         self.resets += 1

@@ -15,6 +15,7 @@ import torch
 from flaws import SEEN, names, plant
 from hypothesis import HealthCheck, given, settings
 from shapes import Case, cases
+from thread_group import ThreadGroup
 from torch import Tensor
 from training_cases import least_pool
 
@@ -26,7 +27,6 @@ from megamoe.backends.reference.layer import forward
 from megamoe.core.config import ACTIVATIONS, Problem
 from megamoe.core.errors import MegaMoEError, PeerFault, ProtocolTimeout, RankMismatch, WindowBroken
 from megamoe.formats.weights import ExpertWeights
-from megamoe.group.group import ThreadGroup
 from megamoe.launch import arguments, layout, table
 from megamoe.testing.compare import assert_close
 from megamoe.testing.inputs import ROUTINGS, Inputs, calls_of, make_inputs, make_weights
@@ -280,9 +280,9 @@ def test_strided_weights_are_read_in_place(
     emulation = Emulation(problem)
     expected = emulation.forward_all(calls_of(*columns(inputs), weights))[0]
     assert torch.equal(emulation.forward_all(calls_of(*columns(inputs), strided))[0], expected)
-    dense = table.map_strides
+    dense = table.plane_strides
     with monkeypatch.context() as patch:
-        patch.setattr(table, "map_strides", lambda w: dense(w.contiguous()))
+        patch.setattr(table, "plane_strides", lambda w, planes: dense(w.contiguous(), planes))
         assert not torch.equal(
             emulation.forward_all(calls_of(*columns(inputs), strided))[0], expected
         )
@@ -320,7 +320,7 @@ def test_a_call_leaves_its_routes_in_its_state(precision: str) -> None:
     plans = [rank.plan for rank in emulation.ranks]
 
     def new_states() -> list[Tensor]:
-        sizes = [layout.total_bytes(plan.state) for plan in plans]
+        sizes = [plan.state.bytes for plan in plans]
         return [torch.full((size,), 0xFF, dtype=torch.uint8) for size in sizes]
 
     def call(seed: int, states: list[Tensor]) -> list[Tensor]:

@@ -185,7 +185,7 @@ def test_memory_holds_a_few_experts() -> None:
         problem = Problem(2880, 2880, 128, 4, ep_size, max_tokens=4096, precision="bf16xmxfp4")
         packed = layout.backward_regions(problem, 32768)
         plain = layout.backward_regions(replace(problem, precision="bf16"), 32768)
-        more = layout.total_bytes(packed) - layout.total_bytes(plain)
+        more = packed.bytes - plain.bytes
         assert more <= 5 * 3 * 2880 * 2880 * 2 + 4096
 
 

@@ -194,7 +194,7 @@ def _judge_state(
 ) -> None:
     """The header, and x of every token of another rank that has a route here, once."""
     plan = emulation.ranks[rank].plan
-    regions = {name: region.view(state) for name, region in plan.train_state.items()}
+    regions = plan.train_state.views(state)
     begun, complete, pool_rows, _, *tokens = regions["header"].tolist()
     ranks = call.problem.ep_size
     checker.require(begun == complete > 0, f"header: begun {begun}, complete {complete}")
@@ -267,8 +267,8 @@ def pretend(emulation: Emulation, call: Call) -> tuple[list[Tensor], list[list[T
     states = []
     for r in ranks:
         plan, rows = emulation.ranks[r].plan, out["rows"][r]
-        state = torch.full((plan.train_state_bytes,), 0xFF, dtype=torch.uint8)
-        regions = {name: region.view(state) for name, region in plan.train_state.items()}
+        state = torch.full((plan.train_state.bytes,), 0xFF, dtype=torch.uint8)
+        regions = plan.train_state.views(state)
         tokens = [x.shape[0] for x in xs]
         header = torch.tensor([1, 1, plan.pool_rows, 0, *tokens], dtype=torch.int32)
         regions["header"][: header.numel()] = header

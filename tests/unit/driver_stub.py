@@ -17,13 +17,13 @@ from pathlib import Path
 import programs
 import pytest
 import torch
+from thread_group import ThreadGroup
 
 from megamoe.backends.call import Call
 from megamoe.backends.mega.backend import MegaBackend
 from megamoe.core.config import Problem
 from megamoe.core.errors import MegaMoEError
 from megamoe.formats.weights import ExpertWeights, expected_weights
-from megamoe.group.group import ThreadGroup
 from megamoe.jit import abi, module
 from megamoe.jit.tensormap import encode
 from megamoe.launch import launches
@@ -130,7 +130,7 @@ def on_cpu(monkeypatch):
     monkeypatch.setattr(launches, "current_stream_handle", lambda ordinal: Stream.cuda_stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *a: Stream)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    launches._orders.clear()
+    launches.launch_order.cache_clear()
     number("launches").value = number("num_maps").value = number("no_context").value = 0
     number("blocks_per_sm").value = 1
     number("argument_bytes").value = ctypes.sizeof(LARGEST)

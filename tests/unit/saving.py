@@ -81,4 +81,4 @@ def count_no_calls(monkeypatch):
     monkeypatch.setattr(StagedBackend, "_num_recorded", same, raising=False)
 
 
-functional.BACKENDS["saving"] = ("saving", "Saving")
+functional.BACKENDS["saving"] = Saving

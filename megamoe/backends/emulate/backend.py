@@ -72,7 +72,7 @@ class EmulateBackend(Gathered):
     @property
     def state_bytes(self) -> int:  # type: ignore[override]
         """Bytes of a call's state."""
-        return self._plan.train_state_bytes
+        return self._plan.train_state.bytes
 
     def forward(self, call: Call, keep: bool = False) -> tuple[Tensor, Tensor | None]:
         """Return y [T, H] bf16, and the state [state_bytes] uint8. Collective."""
@@ -104,7 +104,7 @@ class EmulateBackend(Gathered):
             calls, dys, states, all_wanted = map(list, zip(*everyone, strict=True))
             for r, w in enumerate(all_wanted):
                 if w.kept is not None:  # as memory that was not zeroed
-                    memory = aligned_zeros(self.emulation.ranks[r].plan.stash_bytes).fill_(0xFF)
+                    memory = aligned_zeros(self.emulation.ranks[r].plan.kept.bytes).fill_(0xFF)
                     all_wanted[r] = w._replace(kept=StashedRows(memory))
             found = self.emulation.backward_all(calls, dys, states, all_wanted)
             return [(made, w.into, w.kept) for made, w in zip(found, all_wanted, strict=True)]
@@ -129,7 +129,7 @@ class EmulateBackend(Gathered):
 
     def new_stash(self) -> StashedRows:
         """Return memory for what a backward pass keeps, on the CPU."""
-        return StashedRows(aligned_zeros(self._plan.stash_bytes), self._resets)
+        return StashedRows(aligned_zeros(self._plan.kept.bytes), self._resets)
 
     def weight_gradients(
         self, weights: ExpertWeights, kept: Sequence[StashedRows], wanted: GradRequest

@@ -142,7 +142,7 @@ class Emulation:
         states: memory to use. options: seed, layer.
         """
         if states is None:
-            states = [aligned_zeros(r.plan.train_state_bytes).fill_(0xFF) for r in self.ranks]
+            states = [aligned_zeros(r.plan.train_state.bytes).fill_(0xFF) for r in self.ranks]
         ys = self.forward_all(calls, states=states, kind="train", **options)
         return ys, [state.to(call.x.device) for state, call in zip(states, calls, strict=True)]
 
@@ -191,7 +191,6 @@ class Emulation:
             training.fill_gradients(
                 *(args, rank.plan, encode_emulated, targets[index].tensors),
                 accumulate=targets[index].accumulate,
-                only_weights=of_rank.only_weights,
                 keeps=rows is not None,
             )
             training.fill_backward_call(
@@ -203,6 +202,7 @@ class Emulation:
                 d_topk_weights=d_weights[index],
                 num_tokens_device=kept.flat(call.num_tokens_device),
             )
+            args.own.only_weights = of_rank.only_weights
 
         self.written = [[dxs[r], d_weights[r], *targets[r].tensors.values()] for r in ranks]
         self._launch("backward", fill, seed, layer)
@@ -279,16 +279,14 @@ class Emulation:
     def operands(self, rank: int) -> dict[str, Tensor]:
         """Return what the last backward launch multiplied for weight gradients, see operands_of_weights()."""
         r = self.ranks[rank]
-        views = r.plan.views(r.workspace)
-        views |= {name: region.view(r.backward) for name, region in r.plan.backward.items()}
+        views = r.plan.views(r.workspace) | r.plan.backward.views(r.backward)
         return training.operands_of_weights(r.plan, views)
 
     def statistics(self, rank: int) -> Statistics:
         """Return what the last forward did on a rank."""
-        tables = (
-            self.region(rank, "window_routes"), self._prefixes[rank], self.region(rank, "epoch")
-        )  # fmt: skip
-        return Statistics.of_tables(*tables, self.ranks[rank].plan.pool_rows, layout.BLOCK_ROWS)
+        cells = Statistics.cells(self.region(rank, "window_routes"), self.region(rank, "epoch"))
+        rows = self.ranks[rank].plan.pool_rows
+        return Statistics.of_cells(cells, self._prefixes[rank], rows, layout.BLOCK_ROWS)
 
 
 def stashed_gradients(

@@ -60,17 +60,16 @@ class Rank:
     @cached_property
     def backward(self) -> Tensor:
         """Backward's part of the workspace; made when a call first needs it."""
-        memory = aligned_zeros(self.plan.backward_bytes).fill_(0xFF)
-        for name in (*layout.BACKWARD_CONTROL, *layout.TRANSPOSED_SCALES):
-            if name in self.plan.backward:
-                self.plan.backward[name].view(memory).zero_()
+        memory = aligned_zeros(self.plan.backward.bytes).fill_(0xFF)
+        zeros = *layout.BACKWARD_CONTROL, *layout.TRANSPOSED_SCALES
+        self.plan.backward.zero(memory, self.plan.backward.keys() & zeros)
         return memory
 
     @classmethod
     def make(cls, problem: Problem, pool_rows: int | None, weight_gradients: str = "bf16") -> Rank:
         rows = layout.default_pool_rows(problem) if pool_rows is None else pool_rows
         plan = Plan(problem, rows, weight_gradients=weight_gradients)
-        window = aligned_zeros(layout.total_bytes(plan.window))
+        window = aligned_zeros(plan.window.bytes)
         workspace = aligned_zeros(plan.workspace_bytes)
         for regions, memory in ((plan.window, window), (plan.workspace, workspace)):
             for name in _POISONED:
@@ -84,11 +83,9 @@ class Rank:
             (self.plan.window, layout.WINDOW_CONTROL, self.window),
             (self.plan.workspace, layout.WORKSPACE_RESET, self.workspace),
         ):
-            for name in names:
-                regions[name].view(memory).zero_()
+            regions.zero(memory, names)
         if "backward" in vars(self):
-            for name in layout.BACKWARD_CONTROL:
-                self.plan.backward[name].view(self.backward).zero_()
+            self.plan.backward.zero(self.backward, layout.BACKWARD_CONTROL)
         ctypes.memset(ctypes.addressof(self.fault), 0, ctypes.sizeof(self.fault))
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megamoe.backends.call import Backend, Call, Gradients, GradRequest, StashedRows
-from megamoe.backends.mega import launches as kinds
+from megamoe.backends.mega import launches
 from megamoe.backends.mega.launches import (
     MAX_RUN,
     PAIR_CTAS,
@@ -35,11 +35,13 @@ from megamoe.launch.launches import current_device, on_device, refuse_capture
 from megamoe.window.window import SOURCES, Window
 
 
-def why_not(problem: Problem, group: Any, device: torch.device) -> str | None:
-    """Return why the kernel cannot run on this rank, or None. Not collective; reads attributes only."""
-    device = torch.device(device)
+def why_not_mega(problem: Problem, device: torch.device) -> str | None:
+    """Return why the kernel cannot run on this rank, or None; of the window see Problem.why_no_window().
+
+    Not collective; reads attributes only.
+    """
     variant = Variant(problem.precision, problem.activation.kind)
-    if (lacking := kinds.why_not(variant, device)) is not None:
+    if (lacking := launches.why_not(variant, device)) is not None:
         return lacking
     own = torch.cuda.current_device() if device.index is None else device.index
     if problem.ep_size > 1:
@@ -128,7 +130,7 @@ class MegaBackend(Backend):
         rows = layout.default_pool_rows(problem) if pool_rows is None else pool_rows
         self.plan = Plan(problem, rows, self.window.spec.max_tokens, weight_gradients)
         _ = self.plan.workspace  # raises WorkspaceTooSmall
-        self.state_bytes = self.plan.train_state_bytes
+        self.state_bytes = self.plan.train_state.bytes
         self.variant = Variant(problem.precision, problem.activation.kind, profile)
         self.closed = False
         self.window.timeout_ns = int(env.timeout_s(timeout_s) * 1e9)
@@ -140,7 +142,7 @@ class MegaBackend(Backend):
         if not 0 <= reserve <= sms - PAIR_CTAS:
             raise ConfigError("reserve_sms", reserve, f"0..{sms - PAIR_CTAS}")
         self.grid = (sms - reserve) // PAIR_CTAS * PAIR_CTAS
-        self.profile = kinds.new_profile(self.grid, self.device) if profile else None
+        self.profile = launches.new_profile(self.grid, self.device) if profile else None
         self._kernels = LayerKernels(
             plan=self.plan,
             window=self.window,
@@ -235,7 +237,7 @@ class MegaBackend(Backend):
 
     def new_stash(self) -> StashedRows:
         """Return memory for what a backward pass keeps."""
-        memory = torch.empty(self.plan.stash_bytes, dtype=torch.uint8, device=self.device)
+        memory = torch.empty(self.plan.kept.bytes, dtype=torch.uint8, device=self.device)
         return StashedRows(memory, self.window.resets)
 
     def weight_gradients(
@@ -267,29 +269,22 @@ class MegaBackend(Backend):
 
         A backward leaves what its forward did.
         """
-        routes, prefix = self._counted()
-        return Statistics.of_tables(routes, prefix, self.window.epoch_cell, *self._sizes)
+        return self.later_statistics()()
 
     def later_statistics(self) -> Callable[[], Statistics]:
         """Copy what statistics() is made of: three operations, where that are dozens."""
-        routes, prefix = self._counted()
-        cells = Statistics.cells(routes, self.window.epoch_cell)
-        return partial(Statistics.of_cells, cells, prefix.clone(), *self._sizes)
-
-    @property
-    def _sizes(self) -> tuple[int, int]:
-        """Rows of the pool and of a block, as Statistics takes them."""
-        return self.plan.pool_rows, layout.BLOCK_ROWS
-
-    def _counted(self) -> tuple[Tensor, Tensor]:
-        """Return routes and chunk_prefix of the last call, as Statistics.of_tables() takes them."""
         layer, kernel = self.window.last_launch or (None, "")
         if self._forward is None or layer != self._kernels.layer:
             raise MegaMoEError(
                 "statistics() describes the last call of a window, which was another layer's, or there was none"
             )
         routes = self.plan.window["window_routes"].view(self.window.memory)
-        return routes, self._tables(kernel)["chunk_prefix"]
+        cells = Statistics.cells(routes, self.window.epoch_cell)
+        prefix, sizes = (
+            self._tables(kernel)["chunk_prefix"],
+            (self.plan.pool_rows, layout.BLOCK_ROWS),
+        )
+        return partial(Statistics.of_cells, cells, prefix.clone(), *sizes)
 
     def _tables(self, kernel: str) -> dict[str, Tensor]:
         """Return the regions of the workspace, with the state of the last launch, which was of `kernel`."""
@@ -313,22 +308,22 @@ class MegaBackend(Backend):
         if layer != self._kernels.layer or kernel in FEW:
             return {}
         single = int(self.statistics().passes) == 1
-        found = kinds.rows_of_forward(self.problem, self._tables(kernel)) if single else {}
+        found = launches.rows_of_forward(self.problem, self._tables(kernel)) if single else {}
         if single and kernel == "backward" and self._training is not None:
             found = self._training.rows()
-        return found | kinds.home_rows(self.plan, self.window, kernel)
+        return found | launches.home_rows(self.plan, self.window, kernel)
 
     def num_ctas(self) -> int:
         """Return how many CTAs took part in the last launch: fewer than `grid` where SMs were taken. Waits."""
         _, kernel = self.window.last_launch or (None, "")
         if self._training is not None and kernel in ("train", "backward"):
             # A layer that was made without gradients shares its SMs only where it trains.
-            return kinds.num_ctas(self._training.kernels)
-        return kinds.num_ctas(self._kernels)
+            return launches.num_ctas(self._training.kernels)
+        return launches.num_ctas(self._kernels)
 
     def clock_ghz(self) -> float:
         """Return the SM clock during the last launch, the median over CTAs. Needs profile=True; waits."""
-        return kinds.clock_ghz(self.profile)
+        return launches.clock_ghz(self.profile)
 
     def close(self) -> None:
         """Free the window if it is this layer's own, after a barrier. Collective; idempotent."""

@@ -44,17 +44,11 @@ class Targets:
 
         weights: the masters. needs: a flag for each of NAMES. into: name -> tensor [of the master's shape] bf16 or
         fp32 that the gradient is added to. empty: makes tensors that are written, like torch.empty_like.
-        Raises ArgumentError for what cannot be added to.
         """
         masters = {name: getattr(weights, name) for name in NAMES}
         wanted = [
             n for n, need in zip(NAMES, needs, strict=True) if need and masters[n] is not None
         ]
-        for name in into or {}:
-            if name not in wanted:
-                expected = "gradients that are needed: " + ", ".join(wanted)
-                raise ArgumentError("into", repr(name), expected)
-            _check(name, (into or {})[name], masters[name])
         of_masters = torch.float32 if weights.w13.dtype == torch.float32 else torch.bfloat16
         found = cls(bool(into), dict(into or {}), of_masters, weights)
         given = {found.into[n].dtype for n in _MATRICES if n in found.into}
@@ -91,18 +85,6 @@ class Targets:
                 target = target.to(self.dtype) if name in _MATRICES else target
             results.append(target)
         return results
-
-
-def _check(name: str, into: Tensor, master: Tensor) -> None:
-    """Raise ArgumentError unless a gradient of `master` can be added to `into`."""
-    joined = {"w13": -2, "b13": -1}.get(name)  # planes may stand apart or in one dimension
-    shapes = [master.shape, *([] if joined is None else [master.flatten(1, joined).shape])]
-    if into.shape not in shapes:
-        raise ArgumentError(f"into[{name!r}].shape", list(into.shape), str(list(master.shape)))
-    if into.dtype not in (torch.bfloat16, torch.float32):
-        raise ArgumentError(f"into[{name!r}].dtype", into.dtype, "torch.bfloat16 or torch.float32")
-    if into.device != master.device:
-        raise ArgumentError(f"into[{name!r}].device", into.device, f"{master.device}, the master's")
 
 
 def _is_direct(name: str, into: Tensor) -> bool:

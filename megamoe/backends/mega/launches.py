@@ -53,7 +53,7 @@ from megamoe.window.window import Window
 
 PAIR_CTAS, MAX_RUN = 2, 16  # pair_ctas, max_run of csrc/megamoe/schedule/order.h
 ALIGNMENT = 16  # bytes, of what TMA and vector loads read
-_CLOCK_START, _CLOCK_END, _START, _END = range(4)  # csrc/megamoe/cta/profile.cuh
+_CLOCK_START, _CLOCK_END, START, END = range(4)  # csrc/megamoe/cta/profile.cuh
 
 
 def why_not(variant: Variant | GroupedVariant, device: torch.device) -> str | None:
@@ -135,9 +135,9 @@ class LayerKernels:
             window_bases=self.window.bases,
             workspace_base=workspace.data_ptr(),
             timeout_ns=self.timeout_ns,
-            fault=self.window.fault_address,
+            fault=self.window.fault_memory.data_ptr(),
             profile=0 if self.profile is None else self.profile.data_ptr(),
-            epoch=self.window.epoch_address,
+            epoch=self.window.epoch_cell.data_ptr(),
             step_blocks=DEFAULT_STEP_BLOCKS if self.step_blocks is None else self.step_blocks,
             layer=self.layer,
             join_ns=join_ns,
@@ -286,12 +286,12 @@ class Training:
         if storage is None:
             raise MegaMoEError("the state of the call was freed: call statistics() while y lives")
         state = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)[self._begin :]
-        return {name: region.view(state) for name, region in self._plan.train_state.items()}
+        return self._plan.train_state.views(state)
 
     def rows(self) -> dict[str, Tensor]:
         """Return what a backward launch of a single pass left by pool row; see MegaBackend.intermediates."""
         workspace = self._plan.views(self._window.workspace(self._plan))
-        found = {n: r.view(self.workspace) for n, r in self._plan.backward.items()}
+        found = self._plan.backward.views(self.workspace)
         by_row = operands_of_weights(self._plan, workspace | found)
         by_row |= {name: found[name] for name in ("d_s", "row_weight")}
         return by_row | {"dx_rows": workspace["y_rows"], "route_rows": workspace["route_rows"]}
@@ -307,7 +307,7 @@ class Training:
             y = launch._empty((tokens, hidden), (hidden, 1), torch.bfloat16)
             state = call.state
             if state is None:
-                state = launch._empty((self._plan.train_state_bytes,), (1,), torch.uint8)
+                state = launch._empty((self._plan.train_state.bytes,), (1,), torch.uint8)
             launch._keep_in(state)
             fill_call(args, x, topk_ids, topk_weights, y, call.num_tokens_device)
             launch._launch((x, topk_ids, topk_weights, y, state, call.num_tokens_device))
@@ -379,6 +379,7 @@ class Backward(Launch):
                 d_topk_weights=d_scores,
                 num_tokens_device=count,
             )
+            self.argument.own.only_weights = wanted.only_weights
             kept = None if wanted.kept is None else wanted.kept.memory
             self._launch((dy, x, topk_ids, state, dx, d_scores, count, kept))
         of_rows = dx if needs.x else None, d_scores if needs.topk_weights else None
@@ -402,7 +403,6 @@ class Backward(Launch):
         rows = fill_gradients(
             *(self.argument, self._plan, self._encode, targets.tensors),
             accumulate=targets.accumulate,
-            only_weights=wanted.only_weights,
             keeps=wanted.kept is not None,
         )
         if plain:
@@ -426,7 +426,7 @@ class Backward(Launch):
         check_call(self.problem, call, self.device)
         x, _ = call.rows
         check_tensor("dy", dy, tuple(call.x.shape), torch.bfloat16, self.device)
-        size = (self._plan.train_state_bytes,)
+        size = (self._plan.train_state.bytes,)
         check_tensor("state", state, size, torch.uint8, self.device)
         for name, tensor in (("dy", dy), ("x", x), ("state", state)):
             if tensor.data_ptr() % ALIGNMENT:
@@ -462,7 +462,7 @@ class StashedWeights:
         self._zeros = stash_zeros(plan, device)
         args = abi.aligned(abi.LAUNCHES[variant.launch])
         self._launcher = Launcher(kernel, kernels.grid, args, cooperative=False)
-        args.fault = self._window.fault_address
+        args.fault = self._window.fault_memory.data_ptr()
         ticket, abort = plan.workspace["fault_ticket"], plan.window["window_abort"]
         args.fault_ticket = self._window.workspace(plan).data_ptr() + ticket.offset
         args.abort = self._window.bases[plan.problem.rank] + abort.offset
@@ -518,19 +518,13 @@ def clock_ghz(profile: Tensor | None) -> float:
         raise ConfigError("profile", False, "True, for timestamps")
     stamps = profile.cpu()
     cycles = (stamps[:, _CLOCK_END] - stamps[:, _CLOCK_START]).double()
-    ns = (stamps[:, _END] - stamps[:, _START]).double()
+    ns = (stamps[:, END] - stamps[:, START]).double()
     return float((cycles / ns).median())
-
-
-def kernel_span_ns(profile: Tensor) -> tuple[int, int]:
-    """profile: as above -> when its first CTA began and its last one ended, in ns. Waits for the device."""
-    stamps = profile.cpu()
-    return int(stamps[:, _START].min()), int(stamps[:, _END].max())
 
 
 def home_rows(plan: Plan, window: Window, kernel: str) -> dict[str, Tensor]:
     """Return what the last launch, of `kernel`, left of own tokens; see MegaBackend.intermediates. Waits."""
-    regions = {name: region.view(window.memory) for name, region in plan.window.items()}
+    regions = plan.window.views(window.memory)
     parity, rank = window.epoch() & 1, plan.problem.rank
     tokens = int(regions["window_routes"][parity, rank, 0])
     found = {}

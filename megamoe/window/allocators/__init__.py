@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,19 +24,9 @@ class Allocation:
     free: Callable[[], None]
 
 
-class Transport(Protocol):
-    """Allocates symmetric memory."""
-
-    def allocate(self, nbytes: int, device: torch.device, group: Group) -> Allocation:
-        """Collective. The contents are undefined."""
-
-
-# name -> (module, class); imported when used
-_TRANSPORTS = {
-    "symm_mem": ("megamoe.window.allocators.symm_mem", "SymmMemTransport"),
-    "nvshmem": ("megamoe.window.allocators.nvshmem", "NvshmemTransport"),
-    "single_process": ("megamoe.window.allocators.single_process", "SingleProcessTransport"),
-}
+# (bytes, device, group) -> Allocation with undefined contents. Collective.
+Transport = Callable[[int, torch.device, Group], Allocation]
+_TRANSPORTS = ("symm_mem", "nvshmem", "single_process")  # modules of this package
 
 
 def choose(name: str, group: Group) -> Transport:
@@ -47,8 +37,7 @@ def choose(name: str, group: Group) -> Transport:
         name = "symm_mem"
     if name not in _TRANSPORTS:
         raise ConfigError("transport", repr(name), "auto, " + ", ".join(_TRANSPORTS))
-    module, cls = _TRANSPORTS[name]
-    transport: Transport = getattr(importlib.import_module(module), cls)()
+    transport: Transport = importlib.import_module(f"{__name__}.{name}").allocate
     return transport
 
 

@@ -40,20 +40,20 @@ def _start(device: torch.device, group: Group) -> Any:
     return nvshmem
 
 
-class NvshmemTransport:
-    """nvshmem4py. The heap must be large enough: NVSHMEM_SYMMETRIC_SIZE."""
+def allocate(nbytes: int, device: torch.device, group: Group) -> Allocation:
+    """Allocate over the ranks that NVSHMEM was started with. Collective.
 
-    def allocate(self, nbytes: int, device: torch.device, group: Group) -> Allocation:
-        """Collective over the ranks that NVSHMEM was started with."""
-        nvshmem = _start(device, group)
-        memory = nvshmem.tensor((nbytes,), dtype=torch.uint8)
-        peers: list[Any] = []
-        for rank in range(group.size):
-            if rank == group.rank:
-                peers.append(memory.data_ptr())
-                continue
-            try:
-                peers.append(nvshmem.get_peer_tensor(memory, rank).data_ptr())
-            except Exception:  # nvshmem_ptr gave NULL; every version raises something else
-                peers.append(None)
-        return Allocation(memory, checked_peers(peers, group), lambda: nvshmem.free_tensor(memory))
+    The heap must be large enough: NVSHMEM_SYMMETRIC_SIZE.
+    """
+    nvshmem = _start(device, group)
+    memory = nvshmem.tensor((nbytes,), dtype=torch.uint8)
+    peers: list[Any] = []
+    for rank in range(group.size):
+        if rank == group.rank:
+            peers.append(memory.data_ptr())
+            continue
+        try:
+            peers.append(nvshmem.get_peer_tensor(memory, rank).data_ptr())
+        except Exception:  # nvshmem_ptr gave NULL; every version raises something else
+            peers.append(None)
+    return Allocation(memory, checked_peers(peers, group), lambda: nvshmem.free_tensor(memory))

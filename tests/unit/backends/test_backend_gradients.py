@@ -18,8 +18,9 @@ from megamoe.core.config import ACTIVATIONS, Problem
 from megamoe.core.errors import ArgumentError, PeerFault
 from megamoe.formats.weights import ExpertWeights
 from megamoe.group.group import Group
-from megamoe.layer.autograd import Runtime, apply
+from megamoe.layer.autograd import apply
 from megamoe.layer.inputs import Inputs
+from megamoe.layer.runtime import Runtime
 from megamoe.testing import assert_close, launch, make_inputs, make_weights
 from megamoe.testing.inputs import calls_of
 

@@ -17,8 +17,9 @@ from megamoe.core.config import Problem
 from megamoe.formats.weights import ExpertWeights
 from megamoe.group.group import Group
 from megamoe.launch.layout import window_regions
-from megamoe.layer.autograd import Runtime, apply
+from megamoe.layer.autograd import apply
 from megamoe.layer.inputs import Inputs
+from megamoe.layer.runtime import Runtime
 from megamoe.testing import assert_close, launch, make_inputs, make_weights
 
 

@@ -140,9 +140,7 @@ def test_passes_of_any_counts():
 
 def test_memory_report():
     report = memory_report(PROBLEM)
-    assert report["workspace_bytes"] == layout.total_bytes(
-        layout.workspace_regions(PROBLEM, report["pool_rows"])
-    )
+    assert report["workspace_bytes"] == layout.workspace_regions(PROBLEM, report["pool_rows"]).bytes
     assert f"{report['pool_rows']} pool rows" in report["line"]
     assert "\n" not in report["line"]
     least = layout.min_pool_rows(PROBLEM)

@@ -12,13 +12,11 @@ from megamoe.window import window
 from megamoe.window.allocators import Allocation
 
 
-class Local:
-    """Windows in ordinary memory."""
-
-    def allocate(self, nbytes, device, group):
-        raw = torch.zeros(nbytes + 256, dtype=torch.uint8)
-        memory = raw[-raw.data_ptr() % 256 :][:nbytes]
-        return Allocation(memory, [memory.data_ptr()] * group.size, lambda: None)
+def allocate(nbytes, device, group):
+    """Allocate a window in ordinary memory."""
+    raw = torch.zeros(nbytes + 256, dtype=torch.uint8)
+    memory = raw[-raw.data_ptr() % 256 :][:nbytes]
+    return Allocation(memory, [memory.data_ptr()] * group.size, lambda: None)
 
 
 def trained(rank, backend):
@@ -49,5 +47,5 @@ def trained(rank, backend):
 def test_exchanges_until_a_layer_has_trained(monkeypatch, backend, expected):
     """Collectives of the group: in the constructor, the first call, the first step, and the next one."""
     monkeypatch.setattr(select, "why_not_mega", lambda *_: None)
-    monkeypatch.setattr(window, "choose", lambda *_: Local())
+    monkeypatch.setattr(window, "choose", lambda *_: allocate)
     assert launch(trained, 2, backend, timeout_s=60, start_method="fork") == [expected] * 2

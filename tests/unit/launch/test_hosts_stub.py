@@ -51,7 +51,7 @@ def one_of_two(rank, options):
     saved = sum(-(-2 * part * n // 256) * 256 for n in (2 * 272, 3 * 4))  # x as it travels, ids
     assert (state - 256) // chunks - inner.state_bytes == saved
     assert argument("backward").state.header % 64 == 0
-    assert memory_report(layer)["window_bytes"] == layout.total_bytes(inner.plan.window)
+    assert memory_report(layer)["window_bytes"] == inner.plan.window.bytes
     second = MegaMoE(272, 144, 6, 3, window=inner.window, **given)
     second(x, ids, scores)
     assert second._layer._runtime.backend.inner.window is inner.window

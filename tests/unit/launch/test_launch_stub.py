@@ -44,7 +44,6 @@ from megamoe.jit.tensormap import encode
 from megamoe.window.window import Window
 
 pytestmark = pytest.mark.stub
-GUARDS = pytest.mark.parametrize("guards", [torch._C._dynamo.guards.TensorGuards, None])
 COOPERATIVE, OVERLAPPED = 2, 6  # CU_LAUNCH_ATTRIBUTE_COOPERATIVE, PROGRAMMATIC_STREAM_SERIALIZATION
 
 
@@ -151,7 +150,10 @@ def test_backend_launches_what_the_call_says(weights):
     assert (got.rows_in, got.rows_out, got.num_tokens_device) == tuple(
         t.data_ptr() for t in (x, y, count)
     )
-    assert (got.epoch, got.fault) == (backend.window.epoch_address, backend.window.fault_address)
+    assert (got.epoch, got.fault) == (
+        backend.window.epoch_cell.data_ptr(),
+        backend.window.fault_memory.data_ptr(),
+    )
     assert (got.profile, got.window[0]) == (backend.profile.data_ptr(), backend.window.bases[0])
     assert given_weights() == addresses(weights)
     assert bytes(got.gemm[0].out) == bytes(got.gemm[1].a)
@@ -289,14 +291,13 @@ def test_a_launch_keeps_no_weights_alive():
 class Called:
     """A layer of backend="mega", and whether the kernel was told what each of its calls is."""
 
-    def __init__(self, monkeypatch, guards):
+    def __init__(self, monkeypatch):
         self.checked, check = 0, Layer._checked
 
         def counted(*arguments):
             self.checked += 1
             return check(*arguments)
 
-        monkeypatch.setattr(torch._C._dynamo.guards, "TensorGuards", guards)
         monkeypatch.setattr(Layer, "_checked", counted)
         monkeypatch.setattr(select, "why_not_mega", lambda *_: None)
         self.layer = Layer(PROBLEM, backend="mega")
@@ -326,10 +327,9 @@ class Called:
         assert given_weights() == addresses(self.layer._runtime.weights(w))
 
 
-@GUARDS
-def test_known_calls_of_a_layer_are_told_apart(monkeypatch, weights, guards):
+def test_known_calls_of_a_layer_are_told_apart(monkeypatch, weights):
     """Calls that were checked, in turn: what the kernel has of the last one is filled anew, whatever differs."""
-    layer, (first, second, third) = Called(monkeypatch, guards), [copies(weights) for _ in range(3)]
+    layer, (first, second, third) = Called(monkeypatch), [copies(weights) for _ in range(3)]
     count, q = torch.ones(1, dtype=torch.int32), torch.zeros(1, 5, 272).to(torch.float8_e4m3fn)
     calls = [
         {"w": first},
@@ -359,11 +359,10 @@ def test_known_calls_of_a_layer_are_told_apart(monkeypatch, weights, guards):
     assert layer.checked == len(calls), "a call that is known was checked again, or is none"
 
 
-@GUARDS
 @pytest.mark.parametrize("precision", ["fp8", "bf16"])
-def test_weights_of_known_calls_of_a_layer_that_move_are_followed(monkeypatch, guards, precision):
+def test_weights_of_known_calls_of_a_layer_that_move_are_followed(monkeypatch, precision):
     """e4m3 weights, and masters whose copies the layer makes: other tensors, the same with other data, one of them."""
-    layer, given = Called(monkeypatch, guards), weights_of(replace(PROBLEM, precision=precision))
+    layer, given = Called(monkeypatch), weights_of(replace(PROBLEM, precision=precision))
 
     def look(w):
         for _ in range(3):  # checked, and then known
@@ -392,9 +391,15 @@ def test_biases_that_move_beside_the_same_matrices_are_followed():
         assert [gemm.bias for gemm in argument().gemm] == [w.b13.data_ptr(), w.b2.data_ptr()]
 
 
-@GUARDS
-def test_calls_of_other_shapes_and_types_are_noticed(monkeypatch, weights, guards):
-    monkeypatch.setattr(torch._C._dynamo.guards, "TensorGuards", guards)
+def test_every_call_is_checked_where_torch_has_no_guards(monkeypatch, weights):
+    monkeypatch.setattr(torch._C._dynamo.guards, "TensorGuards", None)
+    layer = Called(monkeypatch)
+    for _ in range(3):
+        layer(weights)
+    assert layer.checked == 3
+
+
+def test_calls_of_other_shapes_and_types_are_noticed(weights):
     backend = backend_of()
     for tokens, dtype in (
         (5, torch.int64),
@@ -559,7 +564,7 @@ def test_layers_share_a_window(weights):
     for layer in (*layers, small):
         call(layer, weights)
         got = argument()
-        assert (got.max_tokens, got.epoch) == (200, window.epoch_address)
+        assert (got.max_tokens, got.epoch) == (200, window.epoch_cell.data_ptr())
         workspaces.append(got.x_pool)
         hashes.add(got.config_hash)
     assert len(hashes) == 3, "a layer called in place of its equal would not be noticed"
@@ -583,7 +588,7 @@ def test_bad_calls_are_refused_before_the_launch(weights):
     assert error.argument == "topk_weights.dtype"
     with pytest.raises(ConfigError, match="reserve_sms"):
         backend_of(reserve_sms=132)
-    assert "needs a CUDA device" in mega.why_not(PROBLEM, None, torch.device("cpu"))
+    assert "needs a CUDA device" in mega.why_not_mega(PROBLEM, torch.device("cpu"))
 
 
 def test_a_step_is_at_least_a_group(weights):

@@ -54,7 +54,7 @@ def test_regions_are_aligned_ordered_and_apart():
                 assert region.offset % layout.ALIGNMENT == 0
                 assert region.offset >= end
                 end = region.end
-            assert layout.total_bytes(regions) >= end
+            assert regions.bytes >= end
 
 
 def test_names_are_fields_of_args():
@@ -127,7 +127,7 @@ def test_window_is_the_same_on_every_rank():
 def test_views_do_not_overlap():
     problem = Problem(64, 48, 5, 2, ep_size=2, max_tokens=40, precision="fp8")
     regions = layout.window_regions(problem)
-    memory = torch.zeros(layout.total_bytes(regions), dtype=torch.uint8)
+    memory = torch.zeros(regions.bytes, dtype=torch.uint8)
     for i, region in enumerate(regions.values()):
         region.view(memory).view(torch.uint8).fill_(i + 1)
     for i, region in enumerate(regions.values()):

@@ -25,14 +25,6 @@ FURTHER = "num_tokens_device", "out", "x_scale"
 WEIGHTS = tuple(ExpertWeights.__dataclass_fields__)
 
 
-@pytest.fixture(params=["guards", "facts"], autouse=True)
-def way(request, monkeypatch):
-    """By dynamo's guards; by what Python sees, where torch has none."""
-    if request.param == "facts":
-        monkeypatch.setattr(torch._C._dynamo.guards, "TensorGuards", None)
-    return request.param
-
-
 def plain():
     """Return a call with nothing but what each has."""
     i, w = make_inputs(PROBLEM, TOKENS), make_weights(replace(PROBLEM, precision="bf16"))

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from thread_group import ThreadGroup
 from torch import nn
 
 from megamoe import ExpertPlacement, ExpertWeights, Layer, PlacedLayer, Problem, SharedExperts
@@ -15,7 +16,6 @@ from megamoe.backends.call import Call
 from megamoe.backends.emulate.backend import EmulateBackend
 from megamoe.core.errors import ArgumentError, ConfigError
 from megamoe.core.table import PRECISIONS
-from megamoe.group.group import ThreadGroup
 from megamoe.testing import assert_close, launch, make_inputs, make_weights, same_bits
 
 TOKENS, COUNT = 12, 2
