@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import megamoe
-from megamoe.backends import select as functional
+from megamoe.backends import select
 from megamoe.backends.call import Backend, Call, Gradients, GradRequest
 from megamoe.formats.quantization import quantize_tokens
 
@@ -102,4 +102,4 @@ class Gemms(Backend):
 
 def register() -> None:
     """Let make_backend() know it."""
-    functional.BACKENDS[NAME] = Gemms
+    select.BACKENDS[NAME] = Gemms

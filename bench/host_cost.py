@@ -12,7 +12,7 @@ from bench.ranks import Rank
 from bench.shapes import problem_of, shapes_from
 from bench.tables import header
 from bench.timing import Timer, stopwatch
-from megamoe.backends import select as functional
+from megamoe.backends import select
 from megamoe.backends.call import Backend, Call
 from megamoe.backends.mega.backend import MegaBackend
 from megamoe.backends.mega.launches import END, START
@@ -171,7 +171,7 @@ def check_calls(args: argparse.Namespace) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Print the table that was asked for; return 1 if --check finds a limit exceeded."""
-    functional.BACKENDS["nothing"] = Nothing
+    select.BACKENDS["nothing"] = Nothing
     torch.set_num_threads(1)
     print(header())
     return check_captured(args) if args.captured else check_calls(args)

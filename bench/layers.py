@@ -196,7 +196,7 @@ class TimedLayer:
             call, kept = Call(x, ids, scores, masters), []
             for _ in range(self.entry.passes):
                 kept.append(self.backend.new_stash())
-                one = rows._replace(transposed=transposed, kept=kept[-1])
+                one = rows._replace(transposed=transposed, stash=kept[-1])
                 self.backend.backward(call, dy, state, one)
             if kept:
                 needs = wanted.needs._replace(x=False, topk_weights=False)

@@ -184,10 +184,6 @@ def _version_headers() -> list[Path]:
     return [path for path in found if path.is_file()]
 
 
-def _include_flags() -> list[str]:
-    return [f"-I{path}" for path in paths.include_dirs()]
-
-
 def _check(result: tuple[Any, ...]) -> Any:
     status, *values = result
     if int(status) != 0:
@@ -200,7 +196,8 @@ def _nvrtc(source: str, name: str, flags: Sequence[str]) -> tuple[bytes, str]:
 
     program = _check(nvrtc.nvrtcCreateProgram(source.encode(), name.encode(), 0, [], []))
     try:
-        options = [flag.encode() for flag in (*flags, *_include_flags())]
+        folders = (f"-I{path}" for path in paths.include_dirs())
+        options = [flag.encode() for flag in (*flags, *folders)]
         status = nvrtc.nvrtcCompileProgram(program, len(options), options)[0]
         buffer = b" " * _check(nvrtc.nvrtcGetProgramLogSize(program))
         _check(nvrtc.nvrtcGetProgramLog(program, buffer))
@@ -214,8 +211,8 @@ def _nvrtc(source: str, name: str, flags: Sequence[str]) -> tuple[bytes, str]:
         nvrtc.nvrtcDestroyProgram(program)
 
 
-def _failure(name: str, log: str, most_lines: int = 40) -> str:
+def _failure(name: str, log: str) -> str:
     """Keep the first errors: those after them are mostly consequences."""
     lines = log.splitlines()
     start = next((i for i, line in enumerate(lines) if "error" in line), 0)
-    return f"{name} did not compile:\n" + "\n".join(lines[start : start + most_lines])
+    return f"{name} did not compile:\n" + "\n".join(lines[start : start + 40])

@@ -14,14 +14,10 @@ def check(result: tuple[Any, ...]) -> Any:
     """Return the values of a driver call, or raise with the driver's own words."""
     status, *values = result
     if int(status) != 0:
-        raise MegaMoEError(f"CUDA driver: {_describe(status)}")
+        failed, text = driver.cuGetErrorString(status)
+        words = text.decode() if int(failed) == 0 and text else ""
+        raise MegaMoEError(f"CUDA driver: {getattr(status, 'name', status)} {words}".strip())
     return values[0] if len(values) == 1 else tuple(values)
-
-
-def _describe(status: Any) -> str:
-    failed, text = driver.cuGetErrorString(status)
-    words = text.decode() if int(failed) == 0 and text else ""
-    return f"{getattr(status, 'name', status)} {words}".strip()
 
 
 @lru_cache(maxsize=16)

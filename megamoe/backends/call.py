@@ -105,14 +105,14 @@ class GradRequest(NamedTuple):
             added. Gradients then has None for it. Only names that `needs` has.
         only_weights: True: no rank needs the first two of `needs`, so a backend may skip them.
         transposed: Transposes of e4m3 weights; None for other formats.
-        kept: Result of new_stash(), to be filled. Then no gradient of weights is needed.
+        stash: Result of new_stash(), to be filled. Then no gradient of weights is needed.
     """
 
     needs: Needs = Needs()
     into: Mapping[str, Tensor] = {}
     only_weights: bool = False
     transposed: TransposedWeights | None = None
-    kept: StashedRows | None = None
+    stash: StashedRows | None = None
 
 
 class Backend(Protocol):
@@ -123,7 +123,7 @@ class Backend(Protocol):
         recomputes: True: backward() runs the call again and receives the weights of the forward pass. Other backends
             receive the masters, and GradRequest.transposed if weights are stored with scales.
         needs_close: True if close() has to free something together with other ranks.
-        max_stashed: Largest number of kept passes that weight_gradients() takes; 0: new_stash() returns None.
+        max_stashed: Largest number of stashed passes that weight_gradients() takes; 0: new_stash() returns None.
     """
 
     state_bytes: int = 0
@@ -158,9 +158,9 @@ class Backend(Protocol):
         return None
 
     def weight_gradients(
-        self, weights: ExpertWeights, kept: Sequence[StashedRows], wanted: GradRequest
+        self, weights: ExpertWeights, stashed: Sequence[StashedRows], wanted: GradRequest
     ) -> Gradients:
-        """Return the weight gradients, each summed in fp32 over the rows of all kept passes.
+        """Return the weight gradients, each summed in fp32 over the rows of all stashed passes.
 
         Not collective: it needs no other rank. weights: the masters. wanted: only gradients of weights. Raises
         MegaMoEError for rows that were lost by reset(). If a pass filled its pool several times, this call or a later
@@ -220,13 +220,13 @@ def check_call(problem: Problem, call: Call, device: torch.device | None = None)
         check_tensor("num_tokens_device", call.num_tokens_device, (1,), torch.int32, device)
 
 
-def check_stash(kept: Sequence[StashedRows], resets: int) -> None:
-    """Raise MegaMoEError if rows were kept before the last reset."""
-    lost = sum(rows.resets != resets for rows in kept)
+def check_stash(stashed: Sequence[StashedRows], resets: int) -> None:
+    """Raise MegaMoEError if rows were stashed before the last reset."""
+    lost = sum(rows.resets != resets for rows in stashed)
     if lost:
         raise MegaMoEError(
-            f"reset() was called since {lost} of {len(kept)} backward passes kept their rows: their weight gradients "
-            "are lost. Call close() and skip this optimizer step"
+            f"reset() was called since {lost} of {len(stashed)} backward passes kept their rows: their weight "
+            "gradients are lost. Call close() and skip this optimizer step"
         )
 
 

@@ -26,27 +26,27 @@ from megamoe.core.table import SCALE_GROUP
 CONFIG, MODELOPT = "config.json", "hf_quant_config.json"  # the second has a recipe of ModelOpt's
 _KEYS = ("quantization_config", "compression_config")  # the second of older files
 _SKIPPED = ("modules_to_not_convert", "ignored_layers")
-# What a recipe means that leaves these out.
-_UNSAID = {
+# Of a recipe that does not say them.
+_DEFAULTS = {
     **{"num_bits": 8, "type": "int", "symmetric": True, "dynamic": False},
     **{"activation_scheme": "dynamic", "fmt": "e4m3"},
 }
-_Said = dict[str, tuple[Any, ...]]  # what each key of a recipe or scheme may be
+_Recipe = dict[str, tuple[Any, ...]]  # what each key of a recipe or scheme may be
 _E4M3 = {"num_bits": 8, "type": "float", "symmetric": True}
 _TOKEN = _E4M3 | {"strategy": "token", "dynamic": True}
 _GROUP = _E4M3 | {"strategy": "group", "group_size": SCALE_GROUP, "dynamic": True}
 _BLOCKS = {"strategy": "block", "block_structure": [SCALE_GROUP] * 2}
 
 
-def _scheme(weights: dict[str, Any], rows: dict[str, Any]) -> _Said:
+def _scheme(weights: dict[str, Any], rows: dict[str, Any]) -> _Recipe:
     weights = _E4M3 | weights | {"dynamic": False}
     return {"weights": (weights,), "input_activations": (rows,), "output_activations": (None,)}
 
 
 # With a scale_fmt of ue8m0 weights have powers of two, which fp32 holds.
-_OWN: _Said = {"activation_scheme": ("dynamic",), "fmt": ("e4m3", "float8_e4m3fn")}
+_OWN: _Recipe = {"activation_scheme": ("dynamic",), "fmt": ("e4m3", "float8_e4m3fn")}
 # By quant_method and by how scales are arranged. "fp8" is DeepSeek's, Qwen's, MiniMax' and AutoFP8's own.
-_SAID: dict[str, dict[str, _Said]] = {
+_EXPECTED: dict[str, dict[str, _Recipe]] = {
     "fp8": {
         "scale": _OWN | {"weight_block_size": ([SCALE_GROUP] * 2,)},
         "alike": _OWN | {"weight_block_size": (None,)},
@@ -61,7 +61,7 @@ _SAID: dict[str, dict[str, _Said]] = {
     "mxfp4": {"codes": {}},
 }
 # Of matrices with one scale also rows with one for all tokens, where the user lets a layer give each its own.
-_ROWS: _Said = {
+_ROWS: _Recipe = {
     "activation_scheme": ("static",),
     "input_activations": tuple(
         _E4M3 | {"strategy": "tensor", "dynamic": dynamic} for dynamic in (False, True)
@@ -158,15 +158,15 @@ class _Case:
             for names in list(zip(*known, strict=True))[0 if self.experts.gated else 1 :]
         ]
 
-    def check(self, name: str, recipe: dict[str, Any], said: _Said) -> None:
+    def check(self, name: str, recipe: dict[str, Any], said: _Recipe) -> None:
         """Raise ArgumentError unless each key is one of what is said."""
         for key, every in said.items():
             if self.dynamic_activations and self.arrangement == "alike":
                 every += _ROWS.get(key, ())
-            found = recipe.get(key, _UNSAID.get(key))
+            found = recipe.get(key, _DEFAULTS.get(key))
             if isinstance(found, dict):
                 seen = [k for expected in every if isinstance(expected, dict) for k in expected]
-                found = {k: found.get(k, _UNSAID.get(k)) for k in seen}
+                found = {k: found.get(k, _DEFAULTS.get(k)) for k in seen}
             if not any(_holds(found, expected) for expected in every):
                 expected = " or ".join(map(repr, every)) or "rows whose scales are not calibrated"
                 _refuse(f"{name}.{key}", found, expected, self)
@@ -188,7 +188,7 @@ def _check_transposed(name: str, recipe: Any, case: _Case) -> None:
 
 def _check(name: str, recipe: Any, case: _Case, arrangement: str) -> None:
     said = recipe.get("quant_method") if isinstance(recipe, dict) else recipe
-    methods = {m: _SAID[m] for m in case.layout.methods if arrangement in _SAID[m]}
+    methods = {m: _EXPECTED[m] for m in case.layout.methods if arrangement in _EXPECTED[m]}
     if not isinstance(said, str) or said not in methods:
         _refuse(f"{name}.quant_method", said, " or ".join(map(repr, methods)), case)
     expected = methods[said][arrangement]
@@ -203,7 +203,7 @@ def _check(name: str, recipe: Any, case: _Case, arrangement: str) -> None:
                 _refuse(f"{name}.{key}", skipped, "none that quantized experts are in", case)
 
 
-def _check_compressed(name: str, recipe: dict[str, Any], case: _Case, said: _Said) -> None:
+def _check_compressed(name: str, recipe: dict[str, Any], case: _Case, said: _Recipe) -> None:
     ignored = _Targets(f"{name}.ignore", recipe.get("ignore"), case)
     for module, *_ in case.modules:
         found = (0, _CLASS) if _CLASS in ignored.exact else ignored.naming(module)

@@ -48,9 +48,8 @@ def invalidate() -> None:
     invalidations[0] += 1
 
 
-# StorageImpl, offset, tensor._version (-1 of inference tensors, which have none)
-Place = tuple[int, int | torch.SymInt, int]
-Version = tuple[Any, ...]  # places of the sources; counts, shape, strides
+# Places of the sources: StorageImpl, offset, tensor._version (-1 of inference tensors); counts, shape, strides
+Version = tuple[Any, ...]
 
 
 class _Origin:
@@ -64,7 +63,7 @@ class _Origin:
         copied = made.untyped_storage()._cdata != self.storages[0]._cdata
         self.then = (self.places(), steps[0]) if copied else None
 
-    def places(self) -> tuple[Place, ...]:
+    def places(self) -> tuple[Any, ...]:
         """Return where the sources were, and their versions now."""
         counts = map(_count, self._sources)
         cells = zip(self.storages, self._offsets, counts, strict=True)

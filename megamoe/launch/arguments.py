@@ -99,7 +99,7 @@ class Plan:
         return layout.backward_regions(self.strided, self.pool_rows, self.weight_gradients)
 
     @cached_property
-    def kept(self) -> Regions:
+    def stash(self) -> Regions:
         """Regions of what a backward pass keeps for weight gradients of several."""
         return layout.stash_regions(self.strided, self.pool_rows, self.weight_gradients)
 
@@ -109,7 +109,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Place:
+class LaunchContext:
     """Where the launches of a layer run, and how long they wait: the same from launch to launch.
 
     window_bases: of all ranks, as mapped here. workspace_base: of plan.workspace_bytes; calls leave their state there
@@ -134,20 +134,20 @@ class Place:
     peers_ns: int = 0
 
 
-def fill_static(args: Any, plan: Plan, place: Place, encoder: Encoder) -> None:
+def fill_static(args: Any, plan: Plan, context: LaunchContext, encoder: Encoder) -> None:
     """Fill what stays the same from launch to launch: sizes, regions, the maps over the workspace.
 
     args: a zeroed one of abi.LAUNCHES; of backward, fill_backward() fills the table.
     """
     p = plan.strided
-    address = plan.workspace.at(place.workspace_base)
+    address = plan.workspace.at(context.workspace_base)
     for name in address.keys() & set(abi.field_names(abi.Args)):
         setattr(args, name, address[name])
-    fill_state(args, plan, place.workspace_base + plan.state_offset)
-    if place.epoch:
-        args.epoch = place.epoch
-    args.fault, args.profile = place.fault, place.profile
-    for rank, base in enumerate(place.window_bases):
+    fill_state(args, plan, context.workspace_base + plan.state_offset)
+    if context.epoch:
+        args.epoch = context.epoch
+    args.fault, args.profile = context.fault, context.profile
+    for rank, base in enumerate(context.window_bases):
         args.window[rank] = base
     for name, region in plan.window.items():
         for target in (args, getattr(args, "own", None)):
@@ -156,8 +156,8 @@ def fill_static(args: Any, plan: Plan, place: Place, encoder: Encoder) -> None:
     if isinstance(args, abi.LAUNCHES["push"]):
         args.own.tokens, args.own.ids_shift = layout.few_tokens(p), layout.few_ids_shift(p)
     args.abort = args.window[p.rank] + args.window_abort
-    args.timeout_ns = place.timeout_ns
-    args.join_ns, args.peers_ns = place.join_ns, place.peers_ns
+    args.timeout_ns = context.timeout_ns
+    args.join_ns, args.peers_ns = context.join_ns, context.peers_ns
     args.max_tokens = p.max_tokens
     args.num_ranks, args.rank = p.ep_size, p.rank
     args.num_experts = p.num_experts
@@ -168,11 +168,11 @@ def fill_static(args: Any, plan: Plan, place: Place, encoder: Encoder) -> None:
     args.pool_rows = plan.pool_rows
     args.max_chunks = layout.max_chunks(p)
     args.ready_cells = plan.window["window_ready"].shape[1]
-    args.step_blocks = place.step_blocks
+    args.step_blocks = context.step_blocks
     # Whoever states the length of a step gets the order by steps, without meetings.
-    gb_per_s = 0.0 if place.step_blocks else meetings.bandwidth()
+    gb_per_s = 0.0 if context.step_blocks else meetings.bandwidth()
     meetings.fill(args.meet, address["came"], p, plan.pool_rows, gb_per_s)
-    args.config_hash = (p.fingerprint() + place.layer * LAYER_HASH) & 0xFFFFFFFF
+    args.config_hash = (p.fingerprint() + context.layer * LAYER_HASH) & 0xFFFFFFFF
     act = p.activation
     args.act_alpha, args.act_limit, args.act_up_offset = act.alpha, act.limit, act.up_offset
 

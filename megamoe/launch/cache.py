@@ -255,7 +255,7 @@ class QuantizedCache:
         q13, s13 = self.get("w13", w13, problem.activation.planes, stored, trains)
         q2, s2 = self.get("w2", w2, 1, stored, trains)
         made = ExpertWeights(q13, q2, masters.b13, masters.b2, s13, s2)
-        counted = not self._volatile() and all(
+        counted = not any(entry.volatile for entry in self._entries.values()) and all(
             not t.is_inference() and origin_of(t) is None for t in (w13, w2)
         )
         if counted:
@@ -324,9 +324,6 @@ class QuantizedCache:
     def _forward(self, given: ExpertWeights) -> ExpertWeights:
         w13, w2 = self._entries["w13"], self._entries["w2"]
         return ExpertWeights(w13.q, w2.q, given.b13, given.b2, w13.scale, w2.scale)
-
-    def _volatile(self) -> bool:
-        return any(entry.volatile for entry in self._entries.values())
 
     def _kept_for(self, problem: Problem, given: ExpertWeights) -> TransposedWeights:
         sources = [

@@ -306,7 +306,7 @@ def _transposed(p: Problem, rows: int) -> Iterator[_Spec]:
     yield "dgu_columns_scale", (blocks + 1, planes * width), torch.float32
 
 
-# --- what a backward pass keeps, where weight gradients of several are made in one launch ---
+# --- what a backward pass stashes, where weight gradients of several are made in one launch ---
 
 
 @_regions
@@ -432,7 +432,7 @@ def memory_report(
     train_state = train_state_regions(problem, rows) if trains else none
     largest_state = train_state_regions(problem, max(worst, rows)) if trains else none
     backward = backward_regions(problem, rows, weight_gradients) if trains else none
-    kept = stash_regions(problem, rows, weight_gradients) if trains else none
+    stash = stash_regions(problem, rows, weight_gradients) if trains else none
     copies = 0
     if problem.formats.w.scaled:
         stored = expected_weights(problem).items()
@@ -444,7 +444,7 @@ def memory_report(
         "workspace_bytes": workspace.bytes,
         "state_bytes": state.bytes,
         "backward_bytes": backward.bytes,
-        "stash_bytes": kept.bytes,
+        "stash_bytes": stash.bytes,
         "train_state_bytes": train_state.bytes,
         "train_state_used_bytes": train_state_used(problem, rows) if trains else 0,
         "train_state_worst_bytes": largest_state.bytes,

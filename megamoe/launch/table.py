@@ -330,12 +330,12 @@ def transposed_rows(problem: Problem, transposed: TransposedWeights, other: int)
 
 
 def gradient_rows(
-    problem: Problem, targets: Mapping[str, Tensor], other: int, size: int, keeps: bool = False
+    problem: Problem, targets: Mapping[str, Tensor], other: int, size: int, stashes: bool = False
 ) -> list[Row]:
     """Rows of a backward launch: where it puts the experts' gradients, and which are wanted.
 
     targets: those. w13: [L, P*I, H] or [L, P, I, H], w2: [L, H, I], of elements of `size` bytes; b13, b2: fp32.
-    keeps: none now, and all of what they are made of. other: any legal address.
+    stashes: none now, and all of what they are made of. other: any legal address.
     """
     p = problem
     local, planes = p.num_local_experts(p.rank), p.activation.planes
@@ -350,8 +350,8 @@ def gradient_rows(
             shape = *shape[:3], dw.shape[-1]  # fewer columns where nobody wants them
             place = place_of(name, dw, shape[1], shape, other)
         out = matrix_map(place, shape, size, ROWS)
-        wanted = shape[2] if keeps or dw is not None else 0
-        width = 0 if keeps else shape[3]
+        wanted = shape[2] if stashes or dw is not None else 0
+        width = 0 if stashes else shape[3]
         found.append(Row(name, out=[out], bias=address_of(db), m=wanted, n=width))
     return found
 

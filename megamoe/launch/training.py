@@ -53,17 +53,17 @@ def fill_train_state(args: Any, plan: Plan, base: int, encoder: Encoder) -> None
     set_maps(args.gu, plane_maps(gu, plan.pool_rows, p.activation.planes, p.intermediate), encoder)
 
 
-def fill_backward(args: Any, plan: Plan, base: int, encoder: Encoder, kept: int = 0) -> None:
+def fill_backward(args: Any, plan: Plan, base: int, encoder: Encoder, stash: int = 0) -> None:
     """Turn what fill_static filled into a backward launch: its pool, its GEMMs' operands, its tables.
 
-    base: address of memory for plan.backward. kept: of memory for plan.kept, for rows of weight gradients; 0: none.
+    base: address of memory for plan.backward. stash: of memory for plan.stash, for rows of weight gradients; 0: none.
     """
     p, workspace = plan.strided, _workspace_base(args, plan)
     address = plan.workspace.at(workspace)
     address |= {"hs": address["h"]}  # unless it has memory of its own
     address |= plan.backward.at(base)
-    if kept:
-        address |= plan.kept.at(kept)
+    if stash:
+        address |= plan.stash.at(stash)
         if not p.formats.x.scaled:  # dy is pulled as it is kept
             address["x_pool"] = address["dy_rows"]
     if p.formats.dy != p.formats.x:
@@ -141,14 +141,14 @@ def fill_gradients(
     targets: Mapping[str, Tensor],
     *,
     accumulate: bool = False,
-    keeps: bool = False,
+    stashes: bool = False,
     other: int = 0,
 ) -> list[Row]:
     """Fill which experts' gradients a backward launch makes, and where it puts them.
 
     targets: by name of the weights, those that are wanted. w13: [L, P*I, H] or [L, P, I, H], w2: [L, H, I], any strides
         that TMA takes, both bf16 or both fp32. b13: [L, P*I], b2: [L, H] fp32, contiguous.
-    accumulate: add to what they hold. keeps: no experts' gradients, but the rows for all of them. other: any legal
+    accumulate: add to what they hold. stashes: no experts' gradients, but the rows for all of them. other: any legal
         address; 0: that of y_rows.
     Returns the rows of the table that it has filled.
     """
@@ -160,7 +160,7 @@ def fill_gradients(
         if db.dtype != torch.float32 or not db.is_contiguous():
             raise ArgumentError(f"d{name}", f"{db.dtype}, strides {db.stride()}", "contiguous fp32")
     size = sizes.pop() if sizes else BF16.bytes
-    rows = gradient_rows(plan.problem, targets, other or args.y_rows, size, keeps)
+    rows = gradient_rows(plan.problem, targets, other or args.y_rows, size, stashes)
     write(args, rows, encoder)
     args.own.dw_bytes, args.own.accumulate = size, accumulate
     return rows
@@ -199,7 +199,7 @@ def fill_stashed_weights(
 ) -> None:
     """Fill a launch that makes the experts' gradients of passes that were kept.
 
-    passes: an address of plan.kept for each, at most layout.max_stashed_passes() of them. targets, accumulate: as
+    passes: an address of plan.stash for each, at most layout.max_stashed_passes() of them. targets, accumulate: as
         fill_gradients takes them. zeros: of stash_zeros().
     """
     p, own, rows = plan.strided, args.own, plan.pool_rows
@@ -209,7 +209,7 @@ def fill_stashed_weights(
     args.pool_rows = rows
     own.num_passes = len(passes)
     for to, base in zip(own.passes, passes, strict=False):
-        at = plan.kept.at(base)
+        at = plan.stash.at(base)
         dw13, dw2 = gradient_operands(plan, at)
         assert dw13.a is not None
         assert dw2.a is not None

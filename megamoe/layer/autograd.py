@@ -157,15 +157,15 @@ def _delayed(
         raise ArgumentError("create_graph", True, "False with delay_wgrad")
     assert how.delayed is not None
     assert how.weights is not None
-    kept = None
-    if asked is not None and how.delayed.keeps:
-        kept = runtime.backend.new_stash()
+    stash = None
+    if asked is not None and how.delayed.stashes:
+        stash = runtime.backend.new_stash()
     found = Gradients()
-    if any(needs) or kept is not None:
-        found = gradients(runtime, inputs, dy, state, GradRequest(needs, kept=kept))
+    if any(needs) or stash is not None:
+        found = gradients(runtime, inputs, dy, state, GradRequest(needs, stash=stash))
     if asked is not None:
         dy = None if dy is None else dy.detach()
-        how.delayed.add(how.weights, asked, kept or (inputs, dy, state))
+        how.delayed.add(how.weights, asked, stash or (inputs, dy, state))
     return found
 
 

@@ -77,11 +77,11 @@ def _are_plain(dy: Tensor, x: Tensor, state: Tensor, state_bytes: int) -> bool:
 
 
 def stashed_gradients(
-    runtime: Runtime, weights: ExpertWeights, kept: Sequence[StashedRows], wanted: GradRequest
+    runtime: Runtime, weights: ExpertWeights, stashed: Sequence[StashedRows], wanted: GradRequest
 ) -> Gradients:
     """Return the weight gradients of stashed passes, as gradients() does. Not collective."""
     with runtime.lock:
-        found = runtime.backend.weight_gradients(weights, kept, wanted)
+        found = runtime.backend.weight_gradients(weights, stashed, wanted)
     return _finished(runtime, found, wanted, weights)
 
 

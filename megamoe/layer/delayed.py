@@ -109,14 +109,15 @@ def _version(t: Tensor) -> tuple[int, int]:
 class Delayed:
     """Hold the backward passes of one layer whose weight gradients are not computed yet, oldest first."""
 
-    def __init__(self, adding: bool, keeps: bool) -> None:
-        """adding: add gradients of w13 and w2 to their main_grad. keeps: passes stash rows, if the backend can."""
-        self._adding, self.keeps = adding, keeps
+    def __init__(self, adding: bool, stashes: bool) -> None:
+        """adding: add gradients of w13 and w2 to their main_grad. stashes: passes stash rows, if the backend can."""
+        self._adding, self.stashes = adding, stashes
         self._queue: deque[_Pending] = deque()
         # An input of every call, so that autograd comes by even where only weights need a gradient.
         with lasting():
             self.anchor = torch.zeros(0, device="cpu", requires_grad=True)
-        _watch_optimizers()
+        if not _watched:
+            _watched.append(register_optimizer_step_pre_hook(_before_step))
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -139,7 +140,7 @@ class Delayed:
     def make(self, runtime: Runtime, passes: int) -> None:
         """Compute the weight gradients of the oldest passes. Collective unless their rows were stashed."""
         written: set[int] = set()
-        if self.keeps and (most := runtime.backend.max_stashed):  # no other rank waits
+        if self.stashes and (most := runtime.backend.max_stashed):  # no other rank waits
             self._check_passes(passes, most)
             self._make(runtime, passes, written)
             return
@@ -178,14 +179,14 @@ class Delayed:
         asked = {name: name in needs for name in NAMES}
         if self._adding:
             into = main_grad.targets(pending.weights, (asked["w13"], asked["w2"]), written)
-        kept = [p.rows for p in islice(self._queue, passes) if isinstance(p.rows, StashedRows)]
+        stashed = [p.rows for p in islice(self._queue, passes) if isinstance(p.rows, StashedRows)]
         self.forget(passes)
         if not any(asked.values()):
             return
         with torch.no_grad():
             wanted = GradRequest(Needs(False, False, **asked), into, only_weights=True)
             if isinstance(pending.rows, StashedRows):
-                found = stashed_gradients(runtime, pending.weights, kept, wanted)._asdict()
+                found = stashed_gradients(runtime, pending.weights, stashed, wanted)._asdict()
             else:
                 found = gradients(runtime, *pending.rows, wanted)._asdict()
         for name in into:
@@ -224,8 +225,3 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
                 f"optimizer.step() while {len(delayed)} backward passes of a layer with delay_wgrad wait for "
                 "backward_dw(): call it for all of them first"
             )
-
-
-def _watch_optimizers() -> None:
-    if not _watched:
-        _watched.append(register_optimizer_step_pre_hook(_before_step))

@@ -42,7 +42,6 @@ from megamoe.layer.rows import Weighting, check_weights, checked, taken
 from megamoe.layer.runtime import Runtime, Turns
 from megamoe.layer.signature import Signature, Signatures
 
-_AGREED = "routed_scaling_factor", "apply_router_weight_on_input", "delay_wgrad", "placement"
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
@@ -102,11 +101,15 @@ class Layer:
                 raise ConfigError("transposes", repr(chosen.transposes), "'kept' or 'made'")
             if chosen.placement is not self.placement:
                 raise ConfigError("placement", "given", "None: such a Layer is a PlacedLayer")
-            weighting = Weighting.of(made, chosen)
-            of = getattr(self.placement, "expert_of", None)
-            stated = *weighting, repr(chosen.delay_wgrad), of
-            equal: dict[str, Any] = dict(zip(_AGREED, stated, strict=True))
-            equal |= {"backend": repr(resolve(backend)), **agreed_options(made, vars(chosen))}
+            factor, on_input = Weighting.of(made, chosen)
+            equal = {
+                "routed_scaling_factor": factor,
+                "apply_router_weight_on_input": on_input,
+                "delay_wgrad": repr(chosen.delay_wgrad),
+                "placement": getattr(self.placement, "expert_of", None),
+                "backend": repr(resolve(backend)),
+                **agreed_options(made, vars(chosen)),
+            }
             return RankConfig((made, host_name()), equal, made)
 
         said = ranks.agree("a new layer", state)
@@ -426,7 +429,7 @@ class Layer:
         """Allocate on the weights' device what calls keep: they may be traced, captured or in inference_mode()."""
         assert self._runtime is not None
         self._runtime.backend.prepare(self._runtime.weights(weights))
-        if self._delayed is not None and self._delayed.keeps:
+        if self._delayed is not None and self._delayed.stashes:
             self._runtime.backend.prepare_stash()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Layer:

@@ -61,8 +61,12 @@ class Joint:
         self.used, self._written = True, written
         if self._between is not None:
             return self._between
-        mains = [p.main_grad.detach() for p in self.parameters if _plain(p)]
-        if len(mains) == len(self.parameters):
+        plain = (
+            p.requires_grad and not getattr(p, "overwrite_main_grad", False)
+            for p in self.parameters
+        )
+        if all(plain):
+            mains = [p.main_grad.detach() for p in self.parameters]
             parts = self._cut(whole.detach())
             mains = [main.view(t.shape) for main, t in zip(mains, parts, strict=True)]
             found = self._as_one(mains)
@@ -125,10 +129,6 @@ def _overwrite(p: Any, written: set[int]) -> None:
     if getattr(p, "overwrite_main_grad", False) and id(p) not in written:
         p.main_grad.detach().zero_()
     written.add(id(p))
-
-
-def _plain(p: Any) -> bool:
-    return p.requires_grad and not getattr(p, "overwrite_main_grad", False)
 
 
 def check(weights: ExpertWeights) -> None:

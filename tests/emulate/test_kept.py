@@ -33,12 +33,12 @@ def keep(
     emulation: Emulation, call: Call, seed: int = 0
 ) -> tuple[list[StashedRows], list[dict[str, Tensor]], list[list[Tensor | None]]]:
     """Run both launches; return by rank what a pass keeps, its gradients in fp32, and all of its gradients."""
-    kept = [StashedRows(aligned_zeros(r.plan.kept.bytes).fill_(0xFF)) for r in emulation.ranks]
+    kept = [StashedRows(aligned_zeros(r.plan.stash.bytes).fill_(0xFF)) for r in emulation.ranks]
     _, states = call.forward(emulation, seed=seed)
     sums = [{"w13": zeros(w.w13), "w2": zeros(w.w2)} for w in call.masters]
     whole = call.backward(emulation, states, adding_to(sums), seed=seed)
     wanted = [
-        GradRequest(Needs(True, True, False, False, False, False), kept=rows) for rows in kept
+        GradRequest(Needs(True, True, False, False, False, False), stash=rows) for rows in kept
     ]
     found = call.backward(emulation, states, wanted, seed=seed)
     for made, expected in zip(found, whole, strict=True):

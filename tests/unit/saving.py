@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import torch
 
-from megamoe.backends import select as functional
+from megamoe.backends import select
 from megamoe.backends.call import Call, Gradients
 from megamoe.backends.staged import StagedBackend, moe, recording_gradients
 from megamoe.formats.weights import ExpertWeights
@@ -81,4 +81,4 @@ def count_no_calls(monkeypatch):
     monkeypatch.setattr(StagedBackend, "_num_recorded", same, raising=False)
 
 
-functional.BACKENDS["saving"] = Saving
+select.BACKENDS["saving"] = Saving

@@ -103,17 +103,17 @@ class EmulateBackend(Gathered):
         def run(everyone: list[Any]) -> list[Any]:
             calls, dys, states, all_wanted = map(list, zip(*everyone, strict=True))
             for r, w in enumerate(all_wanted):
-                if w.kept is not None:  # as memory that was not zeroed
-                    memory = aligned_zeros(self.emulation.ranks[r].plan.kept.bytes).fill_(0xFF)
-                    all_wanted[r] = w._replace(kept=StashedRows(memory))
+                if w.stash is not None:  # as memory that was not zeroed
+                    memory = aligned_zeros(self.emulation.ranks[r].plan.stash.bytes).fill_(0xFF)
+                    all_wanted[r] = w._replace(stash=StashedRows(memory))
             found = self.emulation.backward_all(calls, dys, states, all_wanted)
-            return [(made, w.into, w.kept) for made, w in zip(found, all_wanted, strict=True)]
+            return [(made, w.into, w.stash) for made, w in zip(found, all_wanted, strict=True)]
 
-        sent = wanted if wanted.kept is None else wanted._replace(kept=StashedRows(dy[:0]))
+        sent = wanted if wanted.stash is None else wanted._replace(stash=StashedRows(dy[:0]))
         mine = call._replace(out=None, known=None, state=None), dy, state, sent
-        found, sums, kept = self._run(run, BACKWARD, mine)
-        if wanted.kept is not None:
-            wanted.kept.memory.copy_(kept.memory)
+        found, sums, stash = self._run(run, BACKWARD, mine)
+        if wanted.stash is not None:
+            wanted.stash.memory.copy_(stash.memory)
         of = {"x": call.x, "topk_weights": None, **vars(weights)}
         return _returned(found, sums, wanted, of, device)
 
@@ -124,21 +124,21 @@ class EmulateBackend(Gathered):
 
     @property
     def max_stashed(self) -> int:  # type: ignore[override]
-        """How many kept passes a launch takes."""
+        """How many stashed passes a launch takes."""
         return layout.max_stashed_passes(self.problem)
 
     def new_stash(self) -> StashedRows:
         """Return memory for what a backward pass keeps, on the CPU."""
-        return StashedRows(aligned_zeros(self._plan.kept.bytes), self._resets)
+        return StashedRows(aligned_zeros(self._plan.stash.bytes), self._resets)
 
     def weight_gradients(
-        self, weights: ExpertWeights, kept: Sequence[StashedRows], wanted: GradRequest
+        self, weights: ExpertWeights, stashed: Sequence[StashedRows], wanted: GradRequest
     ) -> Gradients:
         """Emulate the launch of this rank, here: it meets no other one."""
-        check_stash(kept, self._resets)
+        check_stash(stashed, self._resets)
         device, into = weights.w13.device, {n: t.cpu() for n, t in wanted.into.items()}
         here, num_ctas = wanted._replace(into=into), self._options["num_ctas"]
-        found = stashed_gradients(self._plan, weights, kept, here, num_ctas=num_ctas)
+        found = stashed_gradients(self._plan, weights, stashed, here, num_ctas=num_ctas)
         return _returned(found, into, wanted, vars(weights), device)
 
     def _check(self, call: Call, state: Tensor, wanted: GradRequest) -> None:

@@ -41,11 +41,11 @@ class Emulation:
     """All ranks of a group in this process. Windows, workspaces and epochs live as long as the object.
 
     problem: of any rank. num_ctas: of each rank, even. pool_rows: of every rank (None: the default of each).
-    join_ns, peers_ns: see arguments.Place; emulated time. profile: the variants with timestamps; `profiles` has the
-    marks of the last launch, [num_ctas, 80] int64 by rank, in emulated ns.
+    join_ns, peers_ns: see LaunchContext; emulated time. profile: the variants with timestamps; `profiles` has the marks
+    of the last launch, [num_ctas, 80] int64 by rank, in emulated ns.
 
     All calls take sequences with one entry a rank. seed: of the order in which fibers run and copies land; 0 is round
-    robin. layer: which of the window's, see arguments.Place.
+    robin. layer: which of the window's, see arguments.LaunchContext.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class Emulation:
 
         def fill(index: int, args: Any) -> None:
             rank, call, of_rank = self.ranks[index], calls[index], asked[index]
-            rows = of_rank.kept
+            rows = of_rank.stash
             where = rank.backward.data_ptr(), encode_emulated, rows.memory.data_ptr() if rows else 0
             training.fill_backward(args, rank.plan, *where)
             given: ExpertWeights | TransposedWeights = masters[index].with_flat_bias()
@@ -191,7 +191,7 @@ class Emulation:
             training.fill_gradients(
                 *(args, rank.plan, encode_emulated, targets[index].tensors),
                 accumulate=targets[index].accumulate,
-                keeps=rows is not None,
+                stashes=rows is not None,
             )
             training.fill_backward_call(
                 args,
@@ -207,11 +207,11 @@ class Emulation:
         self.written = [[dxs[r], d_weights[r], *targets[r].tensors.values()] for r in ranks]
         self._launch("backward", fill, seed, layer)
         for r in ranks:
-            if (rows := asked[r].kept) is not None:
+            if (rows := asked[r].stash) is not None:
                 plan = self.ranks[r].plan
                 for name in ("header", "chunk_prefix"):
                     of_state = plan.train_state[name].view(states[r].cpu())
-                    plan.kept[name].view(rows.memory).copy_(of_state)
+                    plan.stash[name].view(rows.memory).copy_(of_state)
         results = []
         for r in ranks:
             found = [dxs[r], d_weights[r], *targets[r].results()]
@@ -232,7 +232,7 @@ class Emulation:
         bases = [rank.window.data_ptr() for rank in self.ranks]
         for index, rank in enumerate(self.ranks):
             args = argument.from_address(address + index * size)
-            place = arguments.Place(
+            context = arguments.LaunchContext(
                 window_bases=bases,
                 workspace_base=rank.workspace.data_ptr(),
                 timeout_ns=self.timeout_ns,
@@ -243,7 +243,7 @@ class Emulation:
                 peers_ns=self.peers_ns,
                 profile=self.profiles[index].data_ptr(),
             )
-            arguments.fill_static(args, rank.plan, place, encode_emulated)
+            arguments.fill_static(args, rank.plan, context, encode_emulated)
             fill(index, args)
         report = ctypes.create_string_buffer(REPORT_BYTES)
         kernel = self.kernel(kind)
@@ -292,20 +292,20 @@ class Emulation:
 def stashed_gradients(
     plan: arguments.Plan,
     masters: ExpertWeights,
-    kept: Sequence[StashedRows],
+    stashed: Sequence[StashedRows],
     wanted: GradRequest,
     *,
     num_ctas: int = DEFAULT_CTAS,
     seed: int = 0,
 ) -> Gradients:
-    """Run the launch of one rank that makes weights' gradients of passes that were kept. kept: aligned, on the CPU."""
+    """Run the launch of one rank that makes weight gradients of stashed passes. stashed: aligned, on the CPU."""
     targets = Targets.make(Kept().weights(masters), wanted.needs.of_weights, wanted.into, nan_like)
     variant = GroupedVariant.of_stash(plan.problem.activation.planes, plan.weight_gradients)
     args, fault = abi.aligned(abi.LAUNCHES[variant.launch]), abi.FaultRecord()
     cells = torch.zeros(2, dtype=torch.int32, device="cpu")
     args.fault, args.fault_ticket = ctypes.addressof(fault), cells[0:].data_ptr()
     args.abort = cells[1:].data_ptr()
-    passes = [rows.memory.data_ptr() for rows in kept]
+    passes = [rows.memory.data_ptr() for rows in stashed]
     zeros = training.stash_zeros(plan, cells.device)
     training.fill_stashed_weights(
         *(args, plan, encode_emulated, passes, targets.tensors),

@@ -397,7 +397,7 @@ class HostsBackend(Backend):
         return ids if ids.dtype == torch.int32 else ids.clamp(-1, self.problem.num_experts).int()
 
     def _first(self, rows: Tensor, plan: DispatchPlan) -> Tensor:
-        """Return the rows of chunk 0, and before DispatchPlans.confirm() others behind them."""
+        """Return the rows of chunk 0, and before Planner.confirm() others behind them."""
         return self._taken(rows, plan.tokens[: sum(plan.send[0])])
 
     def _taken(self, rows: Tensor, tokens: Tensor) -> Tensor:

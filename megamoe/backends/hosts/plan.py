@@ -54,7 +54,7 @@ class Numbers(NamedTuple):
     counts: Tensor  # [C, N] in the host's memory
 
 
-class DispatchPlans:
+class Planner:
     """Those of one layer. What a call does with them, in this order: begin(), pack_metadata(), confirm(), exchange().
 
     problem: of all hosts. rail: the equal ranks of all hosts, of which this is number `host`. bounds: [N + 1], the
@@ -152,7 +152,7 @@ class DispatchPlans:
         """Forget how hosts differed, and make anew what graphs read."""
 
 
-class DynamicCounts(DispatchPlans):
+class DynamicCounts(Planner):
     """Rows as needed. Hosts meet along the rail for how many will come: there each tells what it comes for."""
 
     waits = True
@@ -200,7 +200,7 @@ class DynamicCounts(DispatchPlans):
         self.rail.fail(self.mark.ints(), error, self.device)
 
 
-class FixedCapacity(DispatchPlans):
+class FixedCapacity(Planner):
     """Send every token to every host. Each exchange carries its purpose, and the device records differences.
 
     Invariant: a rank in a forward pass and a rank in a backward pass exchange equally many bytes, until both have an

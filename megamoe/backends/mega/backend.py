@@ -225,7 +225,7 @@ class MegaBackend(Backend):
 
     @property
     def max_stashed(self) -> int:  # type: ignore[override]
-        """How many kept passes a launch of weight_gradients() takes."""
+        """How many stashed passes a launch of weight_gradients() takes."""
         return layout.max_stashed_passes(self.problem)
 
     def prepare_stash(self) -> None:
@@ -237,18 +237,18 @@ class MegaBackend(Backend):
 
     def new_stash(self) -> StashedRows:
         """Return memory for what a backward pass keeps."""
-        memory = torch.empty(self.plan.kept.bytes, dtype=torch.uint8, device=self.device)
+        memory = torch.empty(self.plan.stash.bytes, dtype=torch.uint8, device=self.device)
         return StashedRows(memory, self.window.resets)
 
     def weight_gradients(
-        self, weights: ExpertWeights, kept: Sequence[StashedRows], wanted: GradRequest
+        self, weights: ExpertWeights, stashed: Sequence[StashedRows], wanted: GradRequest
     ) -> Gradients:
         """Launch on the current stream, see Backend.weight_gradients. The host waits for nothing."""
         self.window.poll()
         if self._stashed_weights is None:
             raise ArgumentError("weight_gradients()", "called first", "prepare_stash() before")
         with on_device(self.device):
-            return self._stashed_weights(weights, kept, wanted)
+            return self._stashed_weights(weights, stashed, wanted)
 
     def abort(self, error: Exception) -> None:
         """End the launch of the other ranks, see Window.abort()."""

@@ -1,6 +1,6 @@
 """Prepare the launches of one layer of backend="mega".
 
-Forward; `train` and `backward`, the launches of a training step; and the weight gradients of kept passes.
+Forward; `train` and `backward`, the launches of a training step; and the weight gradients of stashed passes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megamoe.launch import panels
 from megamoe.launch.arguments import (
     DEFAULT_STEP_BLOCKS,
     PROFILE_SLOTS,
-    Place,
+    LaunchContext,
     Plan,
     fill_call,
     fill_pointers,
@@ -82,7 +82,7 @@ class LayerKernels:
     group: Group  # of the layer
     layer: int  # of the window
     grid: int  # CTAs
-    patience_ns: Sequence[int]  # join_ns and peers_ns of arguments.Place
+    patience_ns: Sequence[int]  # join_ns and peers_ns of arguments.LaunchContext
     timeout_ns: int
     pdl: bool
     step_blocks: int | None  # None: the default of arguments.py
@@ -131,7 +131,7 @@ class LayerKernels:
 
         workspace = self.window.workspace(self.plan)
         args, (join_ns, peers_ns) = abi.aligned(abi.LAUNCHES[launch]), self.patience_ns
-        place = Place(
+        context = LaunchContext(
             window_bases=self.window.bases,
             workspace_base=workspace.data_ptr(),
             timeout_ns=self.timeout_ns,
@@ -144,7 +144,7 @@ class LayerKernels:
             # Eight ranks, one after the other: no other wait of the launch may be over before.
             peers_ns=min(peers_ns, self.timeout_ns // 16),
         )
-        fill_static(args, self.plan, place, encode)
+        fill_static(args, self.plan, context, encode)
         return args
 
 
@@ -318,12 +318,12 @@ class Training:
     def gradients(self, call: Call, dy: Tensor, state: Tensor, wanted: GradRequest) -> Gradients:
         """Return the gradients, see MegaBackend.backward."""
         with launch_lock:
-            self.backward.keep_in(self._plan, self.workspace, wanted.kept)
+            self.backward.stash_in(self._plan, self.workspace, wanted.stash)
             found = self.backward(call, dy, state, wanted)
-            if wanted.kept is not None:
+            if wanted.stash is not None:
                 for name in ("header", "chunk_prefix"):
                     of_state = self._plan.train_state[name].view(state)
-                    self._plan.kept[name].view(wanted.kept.memory).copy_(of_state)
+                    self._plan.stash[name].view(wanted.stash.memory).copy_(of_state)
             # statistics() reads the routes in the workspace, since the state of the call is freed after its backward.
             # They are copied behind the launch, which has waited for launches on other streams that use that memory.
             self._routes.copy_(state[self._routes_of_state])
@@ -333,14 +333,14 @@ class Training:
 class Backward(Launch):
     """The gradients of a call that `train` made."""
 
-    _rows_at = 0  # address of the rows that are kept of the last launch; 0: nowhere
+    _rows_at = 0  # address of the rows that the last launch stashed; 0: nowhere
     _transposed: TransposedWeights | None = None  # that the argument block points to, with _known
     # If gradients went to new tensors: the call's Signature and needs, tensors like these, scratch, rows of the table.
     _fresh: tuple[Any, ...] | None = None
 
-    def keep_in(self, plan: Plan, workspace: Tensor, kept: StashedRows | None) -> None:
-        """Say where rows for weight gradients go: to the workspace, or to what is kept."""
-        base = 0 if kept is None else kept.memory.data_ptr()
+    def stash_in(self, plan: Plan, workspace: Tensor, stash: StashedRows | None) -> None:
+        """Say where rows for weight gradients go: to the workspace, or to a stash."""
+        base = 0 if stash is None else stash.memory.data_ptr()
         if base != self._rows_at:
             self._rows_at = -1  # until all is filled
             self._use_device()
@@ -380,15 +380,15 @@ class Backward(Launch):
                 num_tokens_device=count,
             )
             self.argument.own.only_weights = wanted.only_weights
-            kept = None if wanted.kept is None else wanted.kept.memory
-            self._launch((dy, x, topk_ids, state, dx, d_scores, count, kept))
+            stash = None if wanted.stash is None else wanted.stash.memory
+            self._launch((dy, x, topk_ids, state, dx, d_scores, count, stash))
         of_rows = dx if needs.x else None, d_scores if needs.topk_weights else None
         return Gradients(*of_rows, *targets.results())
 
     def _fill_targets(self, call: Call, wanted: GradRequest) -> Targets:
         """Fill where gradients of weights go. A call like the last one has tensors like its."""
         fresh, of_call = self._fresh, (call.known, wanted.needs)
-        plain = not (wanted.into or wanted.only_weights or wanted.kept is not None)
+        plain = not (wanted.into or wanted.only_weights or wanted.stash is not None)
         if plain and call.known is not None and fresh is not None and fresh[:2] == of_call:
             *_, dtype, like, scratch, rows = fresh
             made = {n: torch.empty_like(t, device=self.device) for n, t in like.items()}
@@ -403,7 +403,7 @@ class Backward(Launch):
         rows = fill_gradients(
             *(self.argument, self._plan, self._encode, targets.tensors),
             accumulate=targets.accumulate,
-            keeps=wanted.kept is not None,
+            stashes=wanted.stash is not None,
         )
         if plain:
             like = {n: torch.empty_like(t, device="meta") for n, t in targets.tensors.items()}
@@ -443,7 +443,7 @@ class Backward(Launch):
 
 
 class StashedWeights:
-    """The weights' gradients of backward passes that were kept: a launch that meets no other rank."""
+    """The weights' gradients of backward passes that were stashed: a launch that meets no other rank."""
 
     def __init__(self, kernels: LayerKernels) -> None:
         from megamoe.jit.driver import use_device
@@ -468,14 +468,14 @@ class StashedWeights:
         args.abort = self._window.bases[plan.problem.rank] + abort.offset
 
     def __call__(
-        self, weights: ExpertWeights, kept: Sequence[StashedRows], wanted: GradRequest
+        self, weights: ExpertWeights, stashed: Sequence[StashedRows], wanted: GradRequest
     ) -> Gradients:
         """Return the gradients, see Backend.weight_gradients."""
-        check_stash(kept, self._window.resets)
+        check_stash(stashed, self._window.resets)
         self._use_device()
         with launch_lock:
             targets = Targets.make(weights, wanted.needs.of_weights, wanted.into)
-            memory = [one.memory for one in kept]
+            memory = [one.memory for one in stashed]
             passes = [rows.data_ptr() for rows in memory]
             fill_stashed_weights(
                 *(self._launcher.argument, self._plan, self._encode, passes, targets.tensors),

@@ -13,7 +13,7 @@ from fake_hosts import Case, be_on_host, differing, inputs, made, of_one_rank, p
 from torch.multiprocessing.spawn import ProcessException
 
 from megamoe import ExpertWeights, Layer, Problem
-from megamoe.backends import select as functional
+from megamoe.backends import select
 from megamoe.backends.hosts import backend as hosts
 from megamoe.backends.hosts import plan as plans
 from megamoe.testing import launch
@@ -105,7 +105,7 @@ def program(rank, expected, cases, mutants):
     parts = {n: part_of(case, expected[n], rank, 4) for n, case in cases.items()}
     found = {}
     for name, (case, backend) in mutants.items():
-        with mock.patch.object(functional, "HostsBackend", planted(*backend)):
+        with mock.patch.object(select, "HostsBackend", planted(*backend)):
             if case == "refusal":
                 found[name] = seen_by_refusal(rank)
             else:
@@ -157,7 +157,7 @@ def cancelling(rank, flaw):
     be_on_host(rank, 1)
     problem = Problem(16, 16, 3, 3, ep_size=3, rank=rank, max_tokens=4, activation="relu2")
     one = torch.eye(16, dtype=torch.bfloat16)[None]
-    with mock.patch.object(functional, "HostsBackend", planted(*flaw)):
+    with mock.patch.object(select, "HostsBackend", planted(*flaw)):
         layer = Layer(problem, dist.group.WORLD, backend="reference")
         call = torch.ones(1, 16).bfloat16(), torch.tensor([[0, 1, 2]])
         return layer(*call, torch.tensor([[2.0**-30, 1.0, -1.0]]), ExpertWeights(one, one))

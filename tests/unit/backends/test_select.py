@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megamoe import ArgumentError, CompileError, ConfigError, Layer, Problem
-from megamoe.backends import select as functional
+from megamoe.backends import select
 from megamoe.backends.select import choose, make_backend, why_not_mega
 from megamoe.jit import paths
 from megamoe.testing import make_inputs, make_weights
@@ -82,7 +82,7 @@ def test_auto_says_what_is_missing_to_compile(caplog, monkeypatch):
         raise CompileError("the CUTLASS headers are missing: pip install nvidia-cutlass==4.2.0.0")
 
     monkeypatch.setattr(paths, "cutlass_include", nothing_there)
-    functional._say_why.cache_clear()
+    select._say_why.cache_clear()
     with caplog.at_level(logging.WARNING, logger="megamoe"):
         for _ in range(3):  # three layers, one line
             assert choose("auto", PROBLEM, None, device) == "staged"
@@ -92,7 +92,7 @@ def test_auto_says_what_is_missing_to_compile(caplog, monkeypatch):
 
 def test_auto_says_why_not(caplog, monkeypatch):
     monkeypatch.delenv("MEGAMOE_BACKEND", raising=False)
-    functional._say_why.cache_clear()
+    select._say_why.cache_clear()
     with caplog.at_level(logging.WARNING, logger="megamoe"):
         assert choose("auto", PROBLEM, None, torch.device("cpu")) == "staged"
     assert len(caplog.records) == 1
@@ -100,7 +100,7 @@ def test_auto_says_why_not(caplog, monkeypatch):
     monkeypatch.setenv("MEGAMOE_BACKEND", "reference")
     assert choose("auto", PROBLEM, None, torch.device("cpu")) == "reference"
     monkeypatch.delenv("MEGAMOE_BACKEND")
-    monkeypatch.setattr(functional, "why_not_mega", lambda *args: None)
+    monkeypatch.setattr(select, "why_not_mega", lambda *args: None)
     assert choose("auto", PROBLEM, None, torch.device("cpu")) == "mega"
 
 

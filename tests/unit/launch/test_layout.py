@@ -278,7 +278,7 @@ def filled(problem, tokens=None, ids=torch.int32, **options):
     rows = layout.default_pool_rows(problem)
     bases = [0x7F0000000000 + (rank << 32) for rank in range(problem.ep_size)]
     plan, count = arguments.Plan(problem, rows), options.pop("num_tokens_device", None)
-    place = arguments.Place(bases, 1 << 40, timeout_ns=5, fault=0x1000, **options)
+    place = arguments.LaunchContext(bases, 1 << 40, timeout_ns=5, fault=0x1000, **options)
     arguments.fill_static(args, plan, place, recorder)
     arguments.fill_weights(args, plan, weights, recorder)
     arguments.fill_call(args, x, topk_ids, topk_weights, y, count)
@@ -369,7 +369,7 @@ def test_map_geometry(precision, size, activation, planes):
 def static_arguments(problem):
     plan, recorder = arguments.Plan(problem, layout.default_pool_rows(problem)), Recorder()
     args = abi.aligned(abi.LAUNCHES["packed" if problem.formats.panels else "forward"])
-    place = arguments.Place([1 << 41], 1 << 40, timeout_ns=5, fault=0x1000)
+    place = arguments.LaunchContext([1 << 41], 1 << 40, timeout_ns=5, fault=0x1000)
     arguments.fill_static(args, plan, place, recorder)
     return plan, args, recorder.maps
 
@@ -427,12 +427,12 @@ def test_a_shared_window_sets_the_strides():
     rows = layout.default_pool_rows(small)
     plan = arguments.Plan(small, rows, window_tokens=100)
     large = arguments.Plan(replace(small, max_tokens=100), rows)
-    for regions in ("window", "workspace", "state", "train_state", "backward", "kept"):
+    for regions in ("window", "workspace", "state", "train_state", "backward", "stash"):
         assert getattr(plan, regions) == getattr(large, regions), regions
     made = []
     for each in (plan, large):
         place, recorder = (
-            arguments.Place([1 << 20, 1 << 21], 1 << 30, timeout_ns=1, fault=0),
+            arguments.LaunchContext([1 << 20, 1 << 21], 1 << 30, timeout_ns=1, fault=0),
             Recorder(),
         )
         train, backward, kept = (
@@ -493,7 +493,9 @@ def filled_backward(problem, dtype=torch.bfloat16, accumulate=False, **targets):
     weights, recorder = make_weights(replace(problem, precision="bf16")), Recorder()
     forward = abi.aligned(abi.LAUNCHES["backward"])
     plan = arguments.Plan(problem, layout.default_pool_rows(problem))
-    place = arguments.Place([1 << 41] * problem.ep_size, 1 << 40, timeout_ns=5, fault=0x1000)
+    place = arguments.LaunchContext(
+        [1 << 41] * problem.ep_size, 1 << 40, timeout_ns=5, fault=0x1000
+    )
     arguments.fill_static(forward, plan, place, recorder)
     assert not recorder.maps  # the table is backward's own
     training.fill_backward(forward, plan, BACKWARD, recorder)

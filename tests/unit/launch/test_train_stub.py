@@ -237,9 +237,9 @@ def test_rows_that_are_kept_and_the_launch_of_several_passes(trained):
     passes = [layer.new_stash() for _ in range(3)]
     workspace = window.workspace(plan).data_ptr()
     for kept in [*passes, None]:
-        gradients = trained.backward(layer, call, needs=[True] * 2 + [not kept] * 4, kept=kept)
+        gradients = trained.backward(layer, call, needs=[True] * 2 + [not kept] * 4, stash=kept)
         assert [g is None for g in gradients] == [False] * 2 + [bool(kept)] * 4
-        two, table = argument("backward"), plan.kept if kept else plan.backward
+        two, table = argument("backward"), plan.stash if kept else plan.backward
         base = kept.memory.data_ptr() if kept else layer._training.workspace.data_ptr()
         rows = rows_of(two)
         dy, hs = two.x_pool, rows["dw2"].b.words[0]
@@ -262,7 +262,7 @@ def test_rows_that_are_kept_and_the_launch_of_several_passes(trained):
         assert (rows["dw13"].m, rows["dw2"].m) == (144, 272)
         assert (rows["dw13"].n, rows["dw2"].n) == ((0, 0) if kept else (272, 144))
         for name, given in (("header", state), ("chunk_prefix", prefix)) if kept else ():
-            assert torch.equal(plan.kept[name].view(kept.memory), given)
+            assert torch.equal(plan.stash[name].view(kept.memory), given)
     into = {"w13": torch.zeros_like(master.w13, dtype=torch.float32)}
     wanted = GradRequest(Needs(False, False, True, False, True, True), into)
     gradients = layer.weight_gradients(master, passes, wanted)
@@ -283,10 +283,10 @@ def test_rows_that_are_kept_and_the_launch_of_several_passes(trained):
         base = kept.memory.data_ptr()
         maps_of = {"dgu": one.dgu[0], "dy_rows": one.dy, "x_rows": one.x, "hs": one.hs}
         for name, found in maps_of.items():
-            assert found.words[0] == at(name, base, plan.kept)
+            assert found.words[0] == at(name, base, plan.stash)
         assert one.dgu[1].words[0] == one.dgu[0].words[0] + 144 * 2
         for name in ("row_weight", "header", "chunk_prefix"):
-            assert getattr(one, name) == at(name, base, plan.kept)
+            assert getattr(one, name) == at(name, base, plan.stash)
     window.resets += 1
     error = refusal(layer.weight_gradients, master, passes, wanted)
     assert "reset() was called since 3 of 3 backward passes" in str(error)
