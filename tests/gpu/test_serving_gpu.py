@@ -12,6 +12,7 @@ from megamoe.testing import assert_close, make_inputs, make_weights, same_bits
 pytestmark = pytest.mark.gpu
 BACKEND, DEVICE = "mega", "cuda"
 LIMITS = {"bf16": 1e-2, "fp8": 4e-2}  # as in test_layer.py
+GRADIENTS = "bf16"  # what staged multiplies for weights in FP8, too
 
 
 def problem_of(precision, top_k=3):
@@ -56,7 +57,7 @@ def test_shared_experts(precision):
     leaves |= {"w2": masters.w2, "shared13": whole.w13, "shared2": whole.w2}
     found = {}
     for backend in (BACKEND, "staged"):
-        layer = Layer(shared.problem, backend=backend)
+        layer = Layer(shared.problem, backend=backend, weight_gradients=GRADIENTS)
 
         def call(x, scores, gate, w13, w2, shared13, shared2, layer=layer):
             parts = shared.parts(ExpertWeights(shared13, shared2))
@@ -83,7 +84,8 @@ def test_weights_on_the_input(precision):
     masters = make_weights(problem, device=DEVICE, quantize=False)
     found = {}
     for backend in (BACKEND, "staged"):
-        layer = Layer(problem, backend=backend, apply_router_weight_on_input=True)
+        options = {"apply_router_weight_on_input": True, "weight_gradients": GRADIENTS}
+        layer = Layer(problem, backend=backend, **options)
 
         def call(x, scores, w13, w2, layer=layer):
             return layer(x, i.topk_ids, scores, ExpertWeights(w13, w2))
