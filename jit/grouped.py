@@ -46,6 +46,7 @@ def _products() -> Iterator[tuple[str, str]]:
 PRODUCTS = {
     **dict(_products()),
     "weights": f"GroupedWeightGradients<{TILE}, 1, {_COLUMNS}, GroupedWeightsKind>",
+    "weights-e4m3": f"GroupedWeightGradients<{TILE}, 1, {_OPERANDS['-e4m3']}, GroupedE4m3WeightsKind>",
     # the layer's, over rows that its backward passes have kept: by planes of w13
     **{
         f"kept-{name}{planes}": f"GroupedWeightGradients<{TILE}, {planes}, {of}>"
@@ -89,7 +90,7 @@ class GroupedVariant:
         """Which of abi.LAUNCHES it takes."""
         if self.product.startswith("kept"):
             return "stashed_weights"
-        return "grouped_weights" if self.product == "weights" else "grouped"
+        return "grouped_weights" if self.product.startswith("weights") else "grouped"
 
     def source(self) -> str:
         """Render the translation unit; the emulator compiles the same text."""

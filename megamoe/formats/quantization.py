@@ -64,6 +64,23 @@ def dequantize_rows(q: Tensor, scale: Tensor) -> Tensor:
     return q.float() * scale.repeat_interleave(GROUP, dim=-1)[..., : q.shape[-1]]
 
 
+def blocks_of_rows(x: Tensor, by_column: bool) -> tuple[Tensor, Tensor]:
+    """x: [B * 128, N], N a multiple of 128 -> what rows_of_blocks() takes; scales are powers of two.
+
+    by_column: each column of a block has its scale; else 128 columns share one.
+    """
+    blocks = x.float().view(-1, GROUP, x.shape[1]).mT
+    v = blocks.unflatten(2, (-1, 2, 8)).transpose(3, 4).flatten(2)
+    amax = v.abs().amax(2)
+    if not by_column:
+        groups = amax.unflatten(1, (-1, GROUP))
+        amax = groups.amax(2, keepdim=True).expand_as(groups).flatten(1)
+    mantissa, exponent = torch.frexp(amax.clamp(min=MIN_AMAX))
+    scale = torch.ldexp(torch.ones_like(amax), exponent - 9 + (mantissa > E4M3_MAX / 512))
+    q = (v / scale[:, :, None]).clamp(-E4M3_MAX, E4M3_MAX)
+    return q.to(E4M3), scale
+
+
 def rows_of_blocks(q: Tensor, scale: Tensor) -> Tensor:
     """q: [B, N, 128] e4m3, blocks of 128 transposed rows, scale: [B, N] -> the rows, [B * 128, N] fp32.
 

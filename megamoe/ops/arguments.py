@@ -21,7 +21,7 @@ from megamoe.core.config import Activation
 from megamoe.core.errors import ArgumentError
 from megamoe.core.planes import STRIDE_BYTES, map_strides
 from megamoe.jit import abi
-from megamoe.launch.table import HALF, ROWS, Encoder, Map, box, set_map
+from megamoe.launch.table import BLOCK, HALF, ROWS, Encoder, Map, box, set_map
 from megamoe.ops.groups import Groups
 from megamoe.ops.operands import Operands, by_k
 
@@ -98,32 +98,43 @@ class Gemm:
 class Outer:
     """Sums of the outer products of each expert's rows.
 
-    a: [M, N1], b: [M, N2]; tails: of both, see groups.py. out: [E, N1, N2] bf16 or fp32. sums: of a's columns [E, N1]
-    fp32.
+    a: [M, N1], b: [M, N2]; tails: of both, see groups.py. Or both in e4m3, transposed, and scales for tails. out: [E,
+    N1, N2] bf16 or fp32. sums: of a's columns [E, N1] fp32.
     """
 
     a: Tensor
     b: Tensor
-    tails: tuple[Tensor, Tensor]
+    beside: tuple[Tensor, Tensor]
     groups: Groups
     out: Tensor
     sums: Tensor | None
     accumulate: bool
 
     def tensors(self) -> tuple[Tensor | None, ...]:
-        return self.a, self.b, *self.tails, self.out, self.groups.offs, self.sums
+        return self.a, self.b, *self.beside, self.out, self.groups.offs, self.sums
 
     def fill(self, args: Any) -> list[Place]:
         """Fill a zeroed `abi.LAUNCHES["grouped_weights"]`, except addresses; return their places."""
-        own, gemm, out = args.own, args.gemm[0], self.out
+        own, gemm, out, a, b = args.own, args.gemm[0], self.out, self.a, self.b
         args.num_local_experts, gemm.m, gemm.n = out.shape
-        own.num_rows, own.row_alignment = len(self.a), self.groups.alignment
+        own.num_rows, own.row_alignment = len(a), self.groups.alignment
         own.dw_bytes, own.accumulate = out.element_size(), self.accumulate
+        if a.dim() == 3:  # no more blocks than there are come of so many rows
+            own.num_rows, args.pool_rows = BLOCK * (len(a) - len(out) + 1) - 1, BLOCK * len(a)
+            places = [
+                Place(0, gemm.a[0], *_rows(a.flatten(0, 1))),
+                Place(1, gemm.b, _matrices(b[:, None, : gemm.n], HALF)),
+                *_pointers(2, gemm, "a_scale", "b_scale"),
+            ]
+        else:
+            places = [
+                Place(0, gemm.a[0], *_rows(a)),
+                Place(1, gemm.b, _matrices(b[None, None])),
+                Place(2, gemm.a[1], *_rows(self.beside[0])),
+                Place(3, own.tails_b, _matrices(self.beside[1][None, None])),
+            ]
         return [
-            Place(0, gemm.a[0], *_rows(self.a)),
-            Place(1, gemm.b, _matrices(self.b[None, None])),
-            Place(2, gemm.a[1], *_rows(self.tails[0])),
-            Place(3, own.tails_b, _matrices(self.tails[1][None, None])),
+            *places,
             Place(4, gemm.out[0], _matrices(out.unsqueeze(1))),
             *_pointers(5, own, "ends"),
             *_pointers(6, gemm, "bias"),

@@ -21,7 +21,7 @@ from megamoe.core.planes import (
     overlaps_itself,
 )
 from megamoe.core.uncompiled import uncompiled
-from megamoe.formats.quantization import E4M3, num_groups
+from megamoe.formats.quantization import E4M3, GROUP, num_groups
 from megamoe.ops.calls import unless_known
 from megamoe.ops.groups import Groups
 from megamoe.ops.scales import by_block, num_places
@@ -233,14 +233,19 @@ def _text(recipe: Any) -> str:
     return str(getattr(recipe, "name", recipe))
 
 
-def check_quantized(x: Tensor, recipe: object, offs: Tensor | None, glu: object) -> None:
+def check_quantized(
+    x: Tensor, recipe: object, offs: Tensor | None, glu: object, transposed: bool
+) -> None:
     """x: rows [M, K] or weights [E, K, N]."""
     rows = x.dim() == 2
+    if transposed and not rows:
+        refuse("transposed", True, "False with weights: what reads them transposes them")
     if x.dim() not in (2, 3) or 0 in x.shape[1:] or (rows and x.shape[1] % 16):
         refuse("x.shape", list(x.shape), "rows [M, a multiple of 16] or weights [experts, K, N]")
     types = torch.bfloat16, torch.float16, torch.float32, torch.float64
     _check_type("x", x, None, *types[: 3 if rows else 4])
-    check_choice("recipe", recipe, (_GROUPS if rows else _BLOCKS, _ROWS))
+    known = (_GROUPS, _BLOCKS) if transposed else (_GROUPS if rows else _BLOCKS, _ROWS)
+    check_choice("recipe", recipe, known)
     if offs is not None and not rows:
         refuse("offs", "given", "None with weights")
     if glu is not None and (glu != "halves" or recipe != _BLOCKS or x.shape[-1] % 2):
@@ -253,6 +258,25 @@ def outer(mat_a: Tensor, mat_b: Tensor, groups: Groups) -> tuple[Tensor, Tensor,
     check_rows("mat_a.mT", a)
     check_rows("mat_b", b, a)
     return a, b, num_ends(groups, a)
+
+
+def outer_of_e4m3(
+    mat_a: Tensor, mat_b: Tensor, scales: tuple[Any, ...], groups: Groups, out: Tensor
+) -> list[Tensor]:
+    """mat_a: [B, N1', 128], mat_b: [B, N2', 128], as quantize() transposes them -> both, and their scales."""
+    scale_a, recipe_a, scale_b, recipe_b = scales
+    check_choice("(scale_recipe_a, scale_recipe_b)", (recipe_a, recipe_b), _PAIRS[:1])
+    others = mat_b, groups.offs, scale_a, scale_b
+    shape = num_ends(groups, mat_a), *(*out.shape, 1, 1)[1:3]
+    check_sums("out", out, shape, mat_a, others)
+    blocks, (n1, n2) = max(len(mat_a), shape[0]), map(num_groups, shape[1:])
+    for name, t, n in ("mat_a", mat_a, n1), ("mat_b", mat_b, n2):
+        _check_type(name, t, out, E4M3)
+        if list(t.shape) != (expected := [blocks, n * GROUP, GROUP]):
+            refuse(f"{name}.shape", list(t.shape), str(expected))
+    _check_scales("scale_a", scale_a, ((blocks + 1, n1 * GROUP),), mat_a)
+    _check_scales("scale_b", scale_b, ((n2, blocks + 1),), mat_a)
+    return [t.contiguous() for t in (mat_a, mat_b, scale_a, scale_b)]
 
 
 def by_row(t: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from megamoe.ops import checks, gradients, operators
 from megamoe.ops.calls import repeats
 from megamoe.ops.checks import Given
 from megamoe.ops.groups import Groups
-from megamoe.ops.operands import rows_by_group
+from megamoe.ops.operands import rows_by_group, transposed_rows
 from megamoe.ops.scales import by_block
 
 Glu = Literal["halves", "interleaved"]
@@ -219,18 +219,21 @@ def grouped_mm_dact(
 
 
 def grouped_mm_wgrad(
-    mat_a: Tensor, mat_b: Tensor, *, out: Tensor, offs: Tensor | None = None, alignment: int = 1
-) -> Tensor:
+    mat_a: Tensor, mat_b: Tensor, *, out: Tensor, offs: Tensor | None = None, alignment: int = 1,
+    scales: Scales | tuple[()] = (),
+) -> Tensor:  # fmt: skip
     """Add weight gradients: out += grouped_mm(mat_a, mat_b, offs=offs) of two 2-D operands.
 
     Not differentiable. Equal inputs give equal bits.
 
     Args:
-        mat_a: [N1, M] bf16, the transposed rows of the layer's input; others are copied.
-        mat_b: [M, N2] bf16, the gradient of its output.
+        mat_a: [N1, M] bf16, the transposed rows of the layer's input; others are copied. Or, with scales, transposed
+            e4m3, as quantize() returns it.
+        mat_b: [M, N2] bf16, the gradient of its output; or transposed e4m3.
         out: [E, N1, N2] bf16 or fp32, contiguous in N2; shares no memory with mat_a and mat_b.
         offs: [E] int32, see grouped_mm(). Default: one group has all rows.
         alignment: see grouped_mm(). Default: 1.
+        scales: scale_a, BlockWise1x128, scale_b, BlockWise128x128 of transposed e4m3. Default: none, bf16.
 
     Returns:
         `out`.
@@ -239,9 +242,14 @@ def grouped_mm_wgrad(
         ArgumentError: A tensor is invalid.
     """
     checks.check_mode(mat_a=mat_a, mat_b=mat_b, out=out)
-    a, b, num = checks.outer(mat_a, mat_b, Groups(offs, alignment))
+    groups = Groups(offs, alignment)
+    if scales:
+        a, b, *of = checks.outer_of_e4m3(mat_a, mat_b, scales, groups, out)
+        operators.grouped_wgrad_add(a, b, *groups, out, *of)
+        return out
+    a, b, num = checks.outer(mat_a, mat_b, groups)
     checks.check_sums("out", out, (num, a.shape[1], b.shape[1]), a, (b, offs))
-    operators.grouped_wgrad_add(a, b, offs, alignment, out)
+    operators.grouped_wgrad_add(a, b, *groups, out)
     return out
 
 
@@ -301,7 +309,7 @@ def grouped_mlp(
 @repeats
 def quantize(
     x: Tensor, recipe: ScalingType, *, offs: Tensor | None = None, alignment: int = 1,
-    glu: Glu | None = None,
+    glu: Glu | None = None, transposed: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Quantize rows or weights to e4m3, as the layer does (docs/numerics.md), for scaled_grouped_mm().
 
@@ -309,25 +317,32 @@ def quantize(
 
     Args:
         x: Rows [M, K] of bf16, fp16 or fp32, K a multiple of 16; or weights [E, K, N], also of fp64.
-        recipe: Of rows BlockWise1x128 or RowWise, of weights BlockWise128x128 or RowWise: one scale per column of N.
+        recipe: Of rows BlockWise1x128 or RowWise, of weights BlockWise128x128 or RowWise: one scale per column of N. Of
+            transposed rows BlockWise1x128 or BlockWise128x128, for the first or second operand of grouped_mm_wgrad().
         offs: [E] int32, the end of each group's rows: return the scales of rows where the kernel reads them, valid for
             calls with the same offs. Default: return them as torch has them.
         alignment: see grouped_mm(). Default: 1.
         glu: "halves": gate and up columns have 128 x 128 blocks of their own, for grouped_mm_act(). Default: None.
+        transposed: True: return rows as grouped_mm_wgrad() takes them. Default: False.
 
     Returns:
         x as e4m3, weights contiguous in K, and its scales: [M, ceil(K/128)], RowWise [M]; with offs [ceil(K/128), P],
         RowWise [1, P], P = 128 * (M // 128 + E), where each group begins at a multiple of 128. Of weights [E,
-        ceil(K/128), ceil(N/128)], with glu [E, ceil(K/128), 2*ceil(N/2/128)], RowWise [E, N].
+        ceil(K/128), ceil(N/128)], with glu [E, ceil(K/128), 2*ceil(N/2/128)], RowWise [E, N]. Transposed rows are
+        [B, K', 128]: B = P/128 blocks of 128 rows of one group, in an order of the kernel, and K' = K rounded up to
+        128. Scales are powers of two [B + 1, K'], BlockWise128x128 [K'/128, B + 1]; the last block is of zeros.
 
     Raises:
         ArgumentError: A tensor or option is invalid.
     """
     checks.check_given(x=x)
     by_row = recipe == ScalingType.RowWise
-    checks.check_quantized(x, recipe, offs, glu)
+    checks.check_quantized(x, recipe, offs, glu, transposed)
     if x.dim() == 2:
         groups = Groups(offs, alignment)
+        if transposed:
+            by_column = recipe == ScalingType.BlockWise1x128
+            return transposed_rows(x, groups, checks.num_ends(groups, x), by_column)
         given = () if offs is None else (groups, checks.num_ends(groups, x))
         if not by_row:
             return rows_by_group(x, *given)

@@ -10,20 +10,25 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from megamoe.core.table import E4M3_BLOCKS
 from megamoe.formats.quantization import (
+    GROUP,
     Codec,
+    blocks_of_rows,
     dequantize_blockwise,
     dequantize_channels,
     dequantize_rows,
     dequantize_tokens,
+    num_groups,
     quantize_rows,
+    rows_of_blocks,
 )
 from megamoe.launch.cache import quantize_weights
 from megamoe.launch.passes import kernels_for
 from megamoe.ops.groups import Groups
-from megamoe.ops.scales import by_block, by_row, num_places
+from megamoe.ops.scales import by_block, by_row, num_places, places
 
 _FORMULAS = Codec(quantize_rows, dequantize_rows)
 
@@ -102,6 +107,34 @@ def rows_by_group(
         return kernels.quantize_rows(x)
     ends = groups.offs, num_experts, groups.alignment
     return kernels.quantize_rows(x, ends, num_places(len(x), num_experts))
+
+
+def transposed_rows(
+    x: Tensor, groups: Groups, num_experts: int, by_column: bool = False
+) -> tuple[Tensor, Tensor]:
+    """x: [M, N] -> e4m3 of blocks of 128 rows [B, N', 128], and their scales, for a weight gradient.
+
+    B = P/128, N' = N rounded up to 128. by_column: of its first operand, [B + 1, N']; else [N'/128, B + 1]. The last
+    block has scales alone, zeros, as have blocks of no expert.
+    """
+    at, inside = places(groups, x, num_experts)
+    rows = x.new_zeros(num_places(len(x), num_experts), num_groups(x.shape[1]) * GROUP)
+    rows[at, : x.shape[1]] = x.where(inside[:, None], 0)
+    q, scale = blocks_of_rows(rows, by_column)
+    used = torch.zeros(len(q) + 1, 1, dtype=torch.bool, device=x.device)
+    used[at // GROUP] |= inside[:, None]
+    scale = pad(scale, (0, 0, 0, 1)).where(used, 0)
+    return q, scale if by_column else scale[:, ::GROUP].t().contiguous()
+
+
+def rows_of_transposed(
+    a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], groups: Groups
+) -> tuple[Tensor, Tensor, Groups]:
+    """Return both operands of a weight gradient in fp32 [P, N'], and whose rows they are."""
+    of_b = b[1].t()[:-1].repeat_interleave(GROUP, 1)
+    rows = rows_of_blocks(a[0], a[1][:-1]), rows_of_blocks(b[0], of_b)
+    begins, ends = groups.bounds(rows[0])
+    return *rows, Groups((GROUP * -(-(ends - begins) // GROUP)).cumsum(0).int())
 
 
 def _matrices(w: Tensor, planes: int) -> tuple[Tensor, Tensor]:

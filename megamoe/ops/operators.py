@@ -7,7 +7,7 @@
     megamoe::grouped_mlp(x, w_up, w_down, offs?, alignment, b_up?, b_down?, kind, numbers, interleaved, saves, dynamic,
         row_scale?) -> (y, gu)
     megamoe::grouped_wgrad(a, b, offs?, alignment, num_experts, fp32, sums) -> (out, sums)
-    megamoe::grouped_wgrad_add(a, b, offs?, alignment, out!) -> ()
+    megamoe::grouped_wgrad_add(a, b, offs?, alignment, out!, a_scale?, b_scale?) -> ()
 
 Rows and weights are bf16, or e4m3 with scales, or with `dynamic` bf16 that the operator quantizes. Weights are [E, K,
 N]; gate and up are halves of N, or `interleaved`. functions.py has validated the arguments. A result that was not
@@ -41,12 +41,13 @@ from megamoe.ops.operands import (
     quantized,
     readable,
     rows_by_group,
+    rows_of_transposed,
 )
 from megamoe.ops.scales import num_places
 
 recorded: dict[str, Any] = {}  # the autograd functions of eager calls, by operator: gradients.py
 _variant = cache(GroupedVariant)
-_WEIGHTS = _variant("weights")
+_WEIGHTS, _E4M3_WEIGHTS = _variant("weights"), _variant("weights-e4m3")
 
 
 class Fused(NamedTuple):
@@ -96,7 +97,7 @@ def _op(shapes: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
             if not written:
                 return planned(*args)
             with torch.no_grad():
-                torch.autograd.graph.increment_version(args[-1])
+                torch.autograd.graph.increment_version(args[names.index("out")])
                 return planned(*args)
 
         marked: Any = call
@@ -184,19 +185,27 @@ def grouped_wgrad(
 
 @_op(lambda *_: None)
 def grouped_wgrad_add(
-    a: Tensor, b: Tensor, offs: Tensor | None, alignment: int, out: Tensor
-) -> None:
-    """out: [E, N1, N2] bf16 or fp32, contiguous in N2, += a^T b of each expert's rows."""
-    _sum_outer(a, b, Groups(offs, alignment), out, None, True)
+    a: Tensor, b: Tensor, offs: Tensor | None, alignment: int, out: Tensor,
+    a_scale: Tensor | None = None, b_scale: Tensor | None = None,
+) -> None:  # fmt: skip
+    """out: [E, N1, N2] bf16 or fp32, contiguous in N2, += a^T b of each expert's rows; with scales, of transposed."""
+    _sum_outer(a, b, Groups(offs, alignment), out, None, True, (a_scale, b_scale))
 
 
 def _sum_outer(
-    a: Tensor, b: Tensor, groups: Groups, out: Tensor, sums: Tensor | None, adds: bool
-) -> None:
-    a, b, machine = _aligned(a), _aligned(b), machine_of(a.device, _WEIGHTS)
+    a: Tensor, b: Tensor, groups: Groups, out: Tensor, sums: Tensor | None, adds: bool,
+    scales: tuple[Any, Any] = (None, None),
+) -> None:  # fmt: skip
+    a_scale, b_scale = scales
+    variant = _WEIGHTS if a_scale is None else _E4M3_WEIGHTS
+    a, b, machine = _aligned(a), _aligned(b), machine_of(a.device, variant)
     if machine is not None and len(a):
-        machine.run(_WEIGHTS, Outer(a, b, tails(a, b, groups), groups, out, sums, adds))
+        beside = tails(a, b, groups) if a_scale is None else (a_scale, b_scale)
+        machine.run(variant, Outer(a, b, beside, groups, out, sums, adds))
         return
+    if a_scale is not None:
+        a, b, groups = rows_of_transposed((a, a_scale), (b, b_scale), groups)
+        a, b = a[:, : out.shape[1]], b[:, : out.shape[2]]
     made = reference.weights(a, b, groups, len(out), out.dtype)
     out.add_(made) if adds else out.copy_(made)
     if sums is not None:

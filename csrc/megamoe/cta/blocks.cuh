@@ -162,6 +162,21 @@ struct SortedBlocks : MapsOfTable {
     }
 };
 
+// The K of weight gradients as blocks of 128 transposed rows, of one expert each. They are added to what is
+// there, so one without rows has no tile.
+struct TransposedBlocks : SortedBlocks {
+    static constexpr bool has_tails = false;
+    struct RowsOfK {
+        int first;
+        MEGAMOE_DEVICE void at(int, int&, const TensorMap*&, const TensorMap*) const {}
+    };
+    template <class T>
+    static MEGAMOE_DEVICE RowsOfK rows_of_k(const Context& ctx, const Tile& tile, bool) {
+        return {ctx.smem.experts.first_block[tile.expert()] * T::Tiling::rows};
+    }
+    static MEGAMOE_DEVICE BlockWeights next_weights(RowWeights&, int) { return {nullptr, 1.0f}; }
+};
+
 // Rows of pools that backward launches have kept, one for each of several passes; the table is
 // rows/kept.cuh's. Such a launch has no output with rows: of what SortedBlocks has for these, nothing runs.
 // transposed: they are blocks of 128 rows in e4m3.

@@ -42,6 +42,7 @@ using BackwardKind       = Kind<2, BackwardArgs,       PoolBlocks,   RoutesOfSta
 using TransposedKind     = Kind<2, BackwardArgs,       PoolBlocks,   RoutesOfState,   TransposedRows, ByTickets, GradientSums, StateUnchanged,  TransposedWeightTiles>;
 using GroupedKind        = Kind<1, GroupedArgs,        SortedBlocks, RoutesByExpert,  NoPool,       InTurns,   NoSums,       StateUnchanged,  NoWeightTiles>;
 using GroupedScalingKind = Kind<1, GroupedArgs,        SortedBlocks, RoutesByExpert,  NoPool,       InTurns,   RowSums,      StateUnchanged,  NoWeightTiles>;
+using GroupedE4m3WeightsKind = Kind<0, GroupedWeightsArgs, TransposedBlocks, RoutesByExpert, NoPool, InTurns,   NoSums,       StateUnchanged,  TransposedTilesAlone>;
 using GroupedWeightsKind = Kind<0, GroupedWeightsArgs, SortedBlocks, RoutesByExpert,  NoPool,       InTurns,   NoSums,       StateUnchanged,  WeightTilesAlone>;
 using StashedWeightsKind = Kind<0, StashedWeightsArgs, StashedBlocks<false>, RoutesOfPasses, NoPool,   InTurns,   NoSums,       StateUnchanged,  WeightTilesAlone>;
 using StashedE4m3Kind    = Kind<0, StashedWeightsArgs, StashedBlocks<true>,  RoutesOfPasses, NoPool,   InTurns,   NoSums,       StateUnchanged,  TransposedTilesAlone>;

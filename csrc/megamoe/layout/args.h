@@ -136,7 +136,7 @@ struct Grouped {
     float* d_s;              // parts of their gradients, as Backward's, of zeros; or null
 };
 // A [R, m], B [1, 1, R, n]. Behind an expert's last whole 64 rows the others stand in tails, as 64 with zero rows:
-// a[1] [L * 64, m], and tails_b.
+// a[1] [L * 64, m], and tails_b. In e4m3 both are transposed as Backward's, of pool_rows / 128 blocks, without tails.
 struct GroupedWeights {
     TensorMap tails_b;       // [1, 1, L * 64, n]
     const int32_t* ends;     // as above
