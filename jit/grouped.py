@@ -22,7 +22,7 @@ _STASHED = {
     "e4m3-": f"{_OPERANDS['-e4m3']}, StashedE4m3Kind",
 }
 _OUTPUTS = {"": "Bf16Rows", "-quantizes": "E4m3Rows"}
-_KINDS = {"": "GroupedKind", "-scales": "GroupedScalingKind"}
+_KINDS = {"": "", "-scales": "Scaling", "-transposes": "Transposed"}
 _ORDERS = {"": "{}", "-interleaved": "Interleaved<{}>"}  # of gate and up columns
 
 
@@ -32,14 +32,18 @@ def _products() -> Iterator[tuple[str, str]]:
         for to in outputs:
             yield f"product{operands}{to}", f"GroupedProduct<{TILE}, {of}, {_OUTPUTS[to]}>"
         for order, act in _ORDERS.items() if operands != "-e4m3-channels" else ():
-            for to in outputs:
-                given = f"{TILE}, {of}, {act}, {_OUTPUTS[to]}"
-                yield f"activation{operands}{to}{order}", f"GroupedActivation<{given}>"
-                yield f"saving{operands}{to}{order}", f"GroupedSaving<{given}>"
+            blocks, of_h = operands == "-e4m3", [(to, "") for to in outputs]
+            for to, kind in [*of_h, ("-quantizes", "-transposes")] if blocks else of_h:
+                given = f"{TILE}, {of}, {act}, {_OUTPUTS[to]}, Grouped{_KINDS[kind]}Kind"
+                yield f"activation{operands}{to}{kind}{order}", f"GroupedActivation<{given}>"
+                yield f"saving{operands}{to}{kind}{order}", f"GroupedSaving<{given}>"
             # Scales by channel in its epilogue, too, would make it longer than epilogues may be.
-            for scales, kind in _KINDS.items() if operands != "-e4m3-tokens" else ():
-                given = f"{TILE}, {of}, {act}, {kind}"
-                yield f"gradient{operands}{scales}{order}", f"GroupedGradient<{given}>"
+            for scales in ("", "-scales") if operands != "-e4m3-tokens" else ():
+                given = f"{TILE}, {of}, {act}, Grouped{_KINDS[scales]}"
+                yield f"gradient{operands}{scales}{order}", f"GroupedGradient<{given}Kind>"
+                if blocks and not order:
+                    layer = f"GroupedTransposedGradient<{given}TransposedKind>"
+                    yield f"gradient-e4m3-quantizes{scales}", layer
 
 
 # -> its layer type; those with {} are of an activation
@@ -96,7 +100,8 @@ class GroupedVariant:
         """Render the translation unit; the emulator compiles the same text."""
         act, product = ACTIVATIONS.get(self.activation or ""), self.product
         if self.activation == "geglu" and (
-            product.endswith("interleaved") or ("saving" in product and "quantizes" in product)
+            product.endswith(("interleaved", "transposes"))
+            or ("saving" in product and "quantizes" in product)
         ):
             act = f"Rolled<{act}>"
         layer = PRODUCTS[product].format(act)

@@ -38,10 +38,10 @@ class Place(NamedTuple):
 class Gemm:
     """Rows times their experts' matrices, and what its epilogue reads and leaves.
 
-    out: [M, N]. bias: [E, P*N] fp32. gu: [M, P*N], pre-activations that are left; where `h` is, too, those that a
-    gradient reads: then out is the gradient of them, and h [M, N] is made again. interleaved: their gate and up columns
-    alternate. out_scale: by block, of e4m3. row_scale: [M] fp32, factors of h; d_scale: parts of their gradients [M,
-    ceil(I/256) + 1], zeros.
+    out: [M, N]. bias: [E, P*N] fp32. gu: [M, P*N], pre-activations that are left, or that a gradient `reads`: then out
+    is the gradient of them, and h [M, N] is made again. interleaved: their gate and up columns alternate. out_scale: by
+    block, of e4m3. row_scale: [M] fp32, factors of h; d_scale: parts of their gradients [M, ceil(I/256) + 1], zeros.
+    transposed: e4m3 of h, which takes the place of `h`, its scales, and of a gradient the same of out, or empty.
     """
 
     operands: Operands
@@ -55,11 +55,14 @@ class Gemm:
     out_scale: Tensor | None = None
     row_scale: Tensor | None = None
     d_scale: Tensor | None = None
+    reads: bool = False
+    transposed: tuple[Tensor, ...] = ()
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         (x, w, *scales, _), offs = self.operands, self.groups.offs
         of = *scales, self.bias, self.out_scale, offs, self.row_scale, self.d_scale
-        return x, w, self.out, self.gu, self.h, *of
+        h, h_scale, out, out_scale = (*self.transposed, None, None, None, None)[:4]
+        return x, w, self.out, self.gu, self.h if h is None else h, *of, out, h_scale, out_scale
 
     def fill(self, args: Any) -> list[Place]:
         """Fill a zeroed `abi.LAUNCHES["grouped"]`, except addresses; return their places."""
@@ -79,15 +82,24 @@ class Gemm:
         places = [
             Place(0, gemm.a[0], *_rows(x)),
             Place(1, gemm.b, b),
-            *_maps(2, gemm.out, _ragged(self.out, 1 if h is None else planes)),
+            *_maps(2, gemm.out, _ragged(self.out, planes if self.reads else 1)),
             *_pointers(5, gemm, "a_scale", "b_scale", "bias", "out_scale"),
             *_pointers(9, own, "ends", "row_weight", "d_s"),
         ]
         if gu is not None:
-            places += _maps(3, args.gu, (_ragged if h is None else _rows)(gu, planes))
+            places += _maps(3, args.gu, (_rows if self.reads else _ragged)(gu, planes))
         if h is not None:
             places.append(Place(4, args.hs, *_ragged(h)))
-        for i, (tensor, t) in enumerate(((2, self.out), (3, gu) if h is None else (4, h))):
+        if self.transposed:
+            maps = (4, args.hs), (12, gemm.a[1])
+            blocks = zip(maps, self.transposed[::2], strict=False)
+            places += [Place(i, field, *_rows(t.flatten(0, 1))) for (i, field), t in blocks]
+            places += [
+                *_pointers(4, own, "blocks"),
+                *_pointers(13, own, "hs_scale", "dgu_columns_scale"),
+                Place(12, abi.pointer(own.blocks, 8)),
+            ]
+        for i, (tensor, t) in enumerate(((2, self.out), (4, h) if self.reads else (3, gu))):
             if t is not None:
                 own.cleared_row_bytes[i] = t.shape[1] * t.element_size()
                 places.append(Place(tensor, abi.pointer(own.cleared, 8 * i)))

@@ -119,7 +119,7 @@ def grouped_mm_act(
     offs: Tensor | None = None, alignment: int = 1, bias: Tensor | None = None,
     glu: Glu = "halves", return_pre: bool = False, scales: Scales | tuple[()] = (),
     output_dtype: torch.dtype = torch.bfloat16, recipe: Recipe | None = None,
-    row_scale: Tensor | None = None,
+    row_scale: Tensor | None = None, transposed: bool = False,
 ) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
     """Multiply each row by the gate and up projection of its group and apply the activation; differentiable.
 
@@ -141,10 +141,12 @@ def grouped_mm_act(
             and I is a multiple of 16. Default: bf16.
         recipe: "blockwise": quantize both operands to FP8 in this call. Default: None.
         row_scale: [M] fp32, multiplies h before it is rounded, as probabilities before FC2. Default: none.
+        transposed: True: also return bf16 h as quantize() with transposed and BlockWise128x128 returns it, for
+            grouped_mm_wgrad(). This needs operands by block and h in e4m3. Default: False.
 
     Returns:
-        h [M, I] bf16; in e4m3 also its scales; with return_pre also the pre-activations [M, 2*I] bf16, bias included,
-        in the order of mat_b's columns. Rows after offs[-1] are zeros.
+        h [M, I] bf16; in e4m3 also its scales; then, if requested, transposed h, its scales; and the pre-activations
+        [M, 2*I] bf16, bias included, in the order of mat_b's columns. Rows after offs[-1] are zeros.
 
     Raises:
         ArgumentError: A tensor or option is invalid.
@@ -161,11 +163,15 @@ def grouped_mm_act(
     checks.check_planes("mat_b", mat_b, act.planes)
     if quantizes and mat_b.shape[2] // act.planes % 16:
         checks.refuse("mat_b.shape", list(mat_b.shape), "I a multiple of 16, to quantize h")
+    by_block = recipe is not None or (scales and scales[3] == ScalingType.BlockWise128x128)
+    if transposed and not (quantizes and by_block):
+        checks.refuse("transposed", True, "False unless h is e4m3 and operands are FP8 by block")
     plain = not scales and not quantizes
     saves = return_pre or (plain and records((mat_a, mat_b, bias, row_scale)))
-    call = mat_a, mat_b, *groups, bias, *of, quantizes, act.kind, _numbers(act), interleaved
-    h, pre, scale = operators.grouped_mm(*call, saves, row_scale)
-    found = h, *((scale,) if quantizes else ()), *((pre,) if return_pre else ())
+    call = mat_a, mat_b, *groups, bias, *of, quantizes + transposed, act.kind, _numbers(act)
+    h, pre, scale, *of_h = operators.grouped_mm(*call, interleaved, saves, row_scale)
+    found = h, *((scale,) if quantizes else ()), *(of_h if transposed else ())
+    found += (pre,) if return_pre else ()
     return found if len(found) > 1 else h
 
 
@@ -173,8 +179,8 @@ def grouped_mm_act(
 def grouped_mm_dact(
     grad: Tensor, mat_b: Tensor, pre: Tensor, activation: str | Activation = "swiglu", *,
     offs: Tensor | None = None, alignment: int = 1, glu: Glu = "halves",
-    scales: Scales | tuple[()] = (), recipe: Recipe | None = None,
-    row_scale: Tensor | None = None,
+    scales: Scales | tuple[()] = (), output_dtype: torch.dtype = torch.bfloat16,
+    recipe: Recipe | None = None, row_scale: Tensor | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Compute grouped_mm(grad, mat_b), the gradient of h, and from it that of the pre-activations; and h again.
 
@@ -192,12 +198,17 @@ def grouped_mm_dact(
         glu: The order of the columns of `pre`, see grouped_mm_act(). Default: "halves".
         scales: scale_a, BlockWise1x128, scale_b, BlockWise128x128 of grad and mat_b, as of scaled_grouped_mm().
             Default: none, bf16.
+        output_dtype: bf16, or with FP8 operands e4m3: what the other products of the backward pass take. Gate and up
+            are then halves, and I a multiple of 128 (not gated: of 16). Default: bf16.
         recipe: "blockwise": quantize both operands to FP8 in this call. Default: None.
         row_scale: [M] fp32, see grouped_mm_act(): multiplies both results. Default: none.
 
     Returns:
         The gradient [M, 2*I], in the order of `pre`, and h [M, I], both bf16; with row_scale also its gradient [M]
-        fp32: sums of grouped_mm(grad, mat_b) times the unscaled h. Rows after offs[-1] are zeros.
+        fp32: sums of grouped_mm(grad, mat_b) times the unscaled h. In e4m3 six tensors replace the first two: the
+        gradient and its scales, as grouped_mm_act() returns h; both transposed; transposed h and its scales. The
+        transposed are of the bf16 values, as quantize() returns those of the first and second operand of
+        grouped_mm_wgrad(). Rows after offs[-1] are zeros.
 
     Raises:
         ArgumentError: A tensor or option is invalid.
@@ -213,9 +224,16 @@ def grouped_mm_dact(
     if pre.shape[1] != act.planes * mat_b.shape[2]:
         expected = f"[{grad.shape[0]}, {act.planes * mat_b.shape[2]}]"
         checks.refuse("pre.shape", list(pre.shape), expected)
-    call = grad, mat_b, pre, *groups, act.kind, _numbers(act), interleaved
-    found: tuple[Tensor, ...] = operators.grouped_activation_gradient(*call, *of, row_scale)
-    return found[: 2 if row_scale is None else 3]
+    checks.check_choice("output_dtype", output_dtype, (torch.bfloat16, quantization.E4M3))
+    quantizes = output_dtype == quantization.E4M3
+    odd = interleaved or mat_b.shape[2] % (128 if act.gated else 16)
+    if quantizes and (odd or not (scales or recipe)):
+        expected = "bfloat16 unless operands are FP8, gate and up halves, and I a multiple of 128"
+        checks.refuse("output_dtype", output_dtype, expected)
+    call = grad, mat_b, pre, *groups, act.kind, _numbers(act), interleaved, *of, row_scale
+    d_pre, h, d_scale, *more = operators.grouped_activation_gradient(*call, quantizes)
+    found = (d_pre, more[0], *more[2:], h, more[1]) if quantizes else (d_pre, h)
+    return found if row_scale is None else (*found, d_scale)
 
 
 def grouped_mm_wgrad(
@@ -228,7 +246,7 @@ def grouped_mm_wgrad(
 
     Args:
         mat_a: [N1, M] bf16, the transposed rows of the layer's input; others are copied. Or, with scales, transposed
-            e4m3, as quantize() returns it.
+            e4m3, as quantize() and grouped_mm_dact() return it.
         mat_b: [M, N2] bf16, the gradient of its output; or transposed e4m3.
         out: [E, N1, N2] bf16 or fp32, contiguous in N2; shares no memory with mat_a and mat_b.
         offs: [E] int32, see grouped_mm(). Default: one group has all rows.
@@ -365,7 +383,7 @@ def _product(
     if quantizes and given.w.shape[2] % 16:
         checks.refuse("mat_b.shape", list(given.w.shape), "N a multiple of 16, to quantize")
     call = given.x, given.w, *given.groups, given.bias, *of, quantizes
-    out, _, scale = operators.grouped_mm(*call)
+    out, _, scale, *_ = operators.grouped_mm(*call)
     return (out, scale) if quantizes else out
 
 

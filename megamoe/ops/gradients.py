@@ -30,7 +30,7 @@ from megamoe.ops.reference import through
 Found = dict[str, Tensor | None]  # by the names of arguments
 
 
-def _of_mm(call: Any, dh: Tensor | None, d_gu: Tensor | None, _: Any) -> Found:
+def _of_mm(call: Any, dh: Tensor | None, d_gu: Tensor | None, *_: Any) -> Found:
     dgu, d_scale = d_gu if call.kind else dh, None
     if dh is not None and call.quantizes:
         raise RuntimeError("a quantized h has no gradient: use ops.grouped_mlp")

@@ -1,9 +1,9 @@
 """Register the operators with torch.library: what each runs, and its shapes for torch.compile. Gradients: gradients.py.
 
     megamoe::grouped_mm(x, w, offs?, alignment, bias?, x_scale?, w_scale?, dynamic, quantizes, kind, numbers,
-        interleaved, saves, row_scale?) -> (out, gu, scales of out)
+        interleaved, saves, row_scale?) -> (out, gu, scales of out, out transposed, its scales)
     megamoe::grouped_activation_gradient(dy, w, gu, offs?, alignment, kind, numbers, interleaved, dy_scale?, w_scale?,
-        dynamic, row_scale?) -> (dgu, h, d_row_scale)
+        dynamic, row_scale?, quantizes) -> (dgu, h, d_row_scale, scales of dgu and h, dgu transposed, its scales)
     megamoe::grouped_mlp(x, w_up, w_down, offs?, alignment, b_up?, b_down?, kind, numbers, interleaved, saves, dynamic,
         row_scale?) -> (y, gu)
     megamoe::grouped_wgrad(a, b, offs?, alignment, num_experts, fp32, sums) -> (out, sums)
@@ -26,7 +26,7 @@ from torch import Tensor
 from megamoe.core.config import Activation
 from megamoe.core.planes import IN_MEMORY, STRIDE_BYTES
 from megamoe.core.transforms import records
-from megamoe.formats.quantization import E4M3, num_groups
+from megamoe.formats.quantization import E4M3, GROUP, num_groups
 from megamoe.jit.grouped import GroupedVariant
 from megamoe.jit.recording import made
 from megamoe.launch.panels import TILE_COLUMNS
@@ -42,6 +42,7 @@ from megamoe.ops.operands import (
     readable,
     rows_by_group,
     rows_of_transposed,
+    transposed_rows,
 )
 from megamoe.ops.scales import num_places
 
@@ -115,40 +116,54 @@ def _op(shapes: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
 def grouped_mm(
     x: Tensor, w: Tensor, offs: Tensor | None, alignment: int, bias: Tensor | None,
     x_scale: Tensor | None = None, w_scale: Tensor | None = None, dynamic: bool = False,
-    quantizes: bool = False, kind: str = "", numbers: Sequence[float] | None = None,
+    quantizes: int = 0, kind: str = "", numbers: Sequence[float] | None = None,
     interleaved: bool = False, saves: bool = False, row_scale: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """x: [M, K], w: [E, K, P*N] -> h or, of kind "", the product [M, N] bf16 or e4m3; gu [M, P*N]; scales by block."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """x: [M, K], w: [E, K, P*N] -> h or, of kind "", the product [M, N] bf16 or e4m3; gu [M, P*N]; scales by block.
+
+    quantizes: 1: to e4m3; 2: h also transposed, as operands.transposed_rows().
+    """
     groups, fused = Groups(offs, alignment), _fused(kind, numbers, interleaved)
     given = Operands(_aligned(x), readable(w), x_scale, w_scale, fused.planes)
     given = quantized(given, groups) if dynamic else given
     return _activated(given, groups, bias, fused, saves, quantizes, row_scale)
 
 
-@_op(lambda dy, w, gu, *rest: _empty_gradients(gu, w, rest[-1]))
+@_op(lambda dy, w, gu, *rest: _empty_gradients(gu, w, *rest[-2:]))
 def grouped_activation_gradient(
     dy: Tensor, w: Tensor, gu: Tensor, offs: Tensor | None, alignment: int, kind: str,
     numbers: Sequence[float], interleaved: bool, dy_scale: Tensor | None = None,
     w_scale: Tensor | None = None, dynamic: bool = False, row_scale: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dy: [M, H], w: [E, H, I], contiguous in either, gu: [M, P*I] -> dgu [M, P*I], h [M, I], row_scale's [M]."""
+    quantizes: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """dy: [M, H], w: [E, H, I], contiguous in either, gu: [M, P*I] -> dgu [M, P*I], h [M, I], row_scale's [M].
+
+    quantizes: dgu is e4m3, by row and transposed, and h is transposed alone.
+    """
     groups, fused = Groups(offs, alignment), _fused(kind, numbers, interleaved)
     given = Operands(_aligned(dy), w, dy_scale, w_scale)
     given = quantized(given, groups) if dynamic else given
-    variant = fused.variant("gradient", given, "-scales" * (row_scale is not None))
+    suffix = "-quantizes" * quantizes + "-scales" * (row_scale is not None)
+    variant = fused.variant("gradient", given, suffix)
     machine = machine_of(dy.device, variant)
+    dgu, h, d_scale, *of = _empty_gradients(gu, w, row_scale, quantizes)
     if machine is None:
         assert fused.act is not None
         call = *dequantized(given, groups), gu, groups, fused.act, row_scale, interleaved
-        made = reference.gradient(*call)
-        return made[0].bfloat16(), made[1].bfloat16(), made[2]
-    dgu, h, d_scale = _empty_gradients(gu, w, row_scale)
-    gemm = Gemm(given, groups, dgu, None, fused.act, interleaved, gu=gu, h=h)
+        dgu, h, d_scale = reference.gradient(*call)
+        dgu, h = dgu.bfloat16(), h.bfloat16()
+        if not quantizes:
+            return dgu, h, d_scale, *of
+        (q, scale), of_h = rows_by_group(dgu, groups, len(w)), transposed_rows(h, groups, len(w))
+        return q, of_h[0], d_scale, scale, of_h[1], *transposed_rows(dgu, groups, len(w), True)
+    gemm = Gemm(given, groups, dgu, None, fused.act, interleaved, gu=gu, h=h, reads=True)
+    if quantizes:
+        gemm.h, gemm.out_scale, gemm.transposed = None, of[0], (h, of[1], *of[2:])
     if row_scale is not None:
         parts = d_scale.new_zeros(len(gu), -(-h.shape[1] // TILE_COLUMNS) + 1)
         gemm.row_scale, gemm.d_scale = row_scale, parts
     _run(machine, variant, gemm)
-    return dgu, h, d_scale if row_scale is None else parts.sum(1)
+    return dgu, h, d_scale if row_scale is None else parts.sum(1), *of
 
 
 @_op(
@@ -166,7 +181,7 @@ def grouped_mlp(
     groups, fused = Groups(offs, alignment), _fused(kind, numbers, interleaved)
     first = Operands(x, w_up, planes=fused.planes)
     first = quantized(first, groups) if dynamic else first
-    h, gu, scale = _activated(first, groups, b_up, fused, saves, dynamic, row_scale)
+    h, gu, scale, *_ = _activated(first, groups, b_up, fused, saves, dynamic, row_scale)
     second = Operands(h, w_down, scale if dynamic else None)
     y, *_ = _activated(quantized(second, groups) if dynamic else second, groups, b_down)
     return y, gu
@@ -214,51 +229,72 @@ def _sum_outer(
 
 def _activated(
     given: Operands, groups: Groups, bias: Tensor | None, fused: Fused = _PLAIN,
-    saves: bool = False, quantizes: bool = False, row_scale: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return h, or the product if there is no activation; gu if it is saved; the scales of h in e4m3."""
+    saves: bool = False, quantizes: int = 0, row_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return h, or the product if there is no activation; gu if it is saved; the scales of h in e4m3; h transposed."""
     if quantizes:
         given = given._replace(w=readable(given.w, columns=False))
     stage = "product" if fused.act is None else "saving" if saves else "activation"
-    variant = fused.variant(stage, given, "-quantizes" * quantizes)
+    variant = fused.variant(stage, given, ("", "-quantizes", "-quantizes-transposes")[quantizes])
     machine = machine_of(given.x.device, variant)
     num, _, width = given.w.shape
-    h, gu, scale = _empty_hidden(given.x, width, num, fused, saves, quantizes)
+    h, gu, scale, *_ = empty = _empty_hidden(given.x, width, num, fused, saves, quantizes)
     if machine is None:
         call = *dequantized(given, groups), groups, bias, fused.act, row_scale, fused.interleaved
         wide, pre = reference.activation(*call)
         if quantizes:
             h, scale = rows_by_group(wide, groups, num)
-        return h if quantizes else wide.bfloat16(), pre.bfloat16() if saves else gu, scale
+        of = transposed_rows(wide.bfloat16(), groups, num) if quantizes > 1 else empty[3:]
+        return h if quantizes else wide.bfloat16(), pre.bfloat16() if saves else gu, scale, *of
     left, of_h = gu if saves else None, scale if quantizes else None
     bias = None if bias is None else bias.float().contiguous()
-    _run(machine, variant, Gemm(given, groups, h, bias, *fused[:2], left, None, of_h, row_scale))
-    return h, gu, scale
+    gemm = Gemm(given, groups, h, bias, *fused[:2], left, None, of_h, row_scale)
+    gemm.transposed = empty[3:] if quantizes > 1 else ()
+    _run(machine, variant, gemm)
+    return empty
 
 
 def _run(machine: Any, variant: GroupedVariant, gemm: Gemm) -> None:
     if len(gemm.out):
         machine.run(variant, gemm)
-    elif gemm.out_scale is not None:
-        gemm.out_scale.zero_()
+    else:
+        for t in (gemm.out_scale, *gemm.transposed):
+            if t is not None:
+                t.zero_()
 
 
 def _empty_hidden(
-    x: Tensor, width: int, num: int, fused: Fused, saves: bool, quantizes: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+    x: Tensor, width: int, num: int, fused: Fused, saves: bool, quantizes: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """width: of w's columns, P*I. What is not requested is empty: schemas have no optional results."""
     of_h = width // fused.columns
-    h = _empty(x, len(x), of_h, dtype=E4M3 if quantizes else torch.bfloat16)
-    places = (num_groups(of_h), num_places(len(x), num)) if quantizes else (0,)
+    h, scale = _empty_rows(x, of_h, num, quantizes > 0)
     gu = _empty(x, *((len(x), width) if saves else (0,)))
-    return h, gu, _empty(x, *places, dtype=torch.float32)
+    return h, gu, scale, *_empty_transposed(x, of_h, num, quantizes > 1)
 
 
-def _empty_gradients(
-    gu: Tensor, w: Tensor, row_scale: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    rows = _empty(gu, 0 if row_scale is None else len(gu), dtype=torch.float32)
-    return _empty(gu, *gu.shape), _empty(gu, len(gu), w.shape[2]), rows
+def _empty_gradients(gu: Tensor, w: Tensor, row_scale: Tensor | None, quantizes: bool) -> Any:
+    num, width, rows = len(w), gu.shape[1], 0 if row_scale is None else len(gu)
+    dgu, scale = _empty_rows(gu, width, num, quantizes)
+    h, of_h = _empty_transposed(gu, w.shape[2], num, quantizes)
+    h = h if quantizes else _empty(gu, len(gu), w.shape[2])
+    columns = _empty_transposed(gu, width, num, quantizes, True)
+    return dgu, h, _empty(gu, rows, dtype=torch.float32), scale, of_h, *columns
+
+
+def _empty_rows(like: Tensor, width: int, num: int, e4m3: bool) -> tuple[Tensor, Tensor]:
+    of = (num_groups(width), num_places(len(like), num)) if e4m3 else (0,)
+    rows = _empty(like, len(like), width, dtype=E4M3 if e4m3 else torch.bfloat16)
+    return rows, _empty(like, *of, dtype=torch.float32)
+
+
+def _empty_transposed(
+    like: Tensor, width: int, num: int, wanted: bool, by_column: bool = False
+) -> tuple[Tensor, Tensor]:
+    groups, blocks = num_groups(width), num_places(len(like), num) // GROUP
+    of = (blocks + 1, groups * GROUP) if by_column else (groups, blocks + 1)
+    q = _empty(like, *((blocks, groups * GROUP, GROUP) if wanted else (0,)), dtype=E4M3)
+    return q, _empty(like, *(of if wanted else (0,)), dtype=torch.float32)
 
 
 def _empty_weights(

@@ -9,14 +9,16 @@ from torch import Tensor
 from torch.nn.functional import ScalingType as Recipe
 
 from megamoe import ops
+from megamoe.core.config import ACTIVATIONS
 from megamoe.core.errors import ArgumentError
 from megamoe.formats.quantization import rows_of_blocks
-from megamoe.ops import scales
+from megamoe.ops import machines, scales
 from megamoe.ops.groups import Groups
 from megamoe.testing.compare import compare
 
+QUICK = "swiglu"
 LENGTHS = [0, 1, 63, 64, 65, 0, 127, 128, 129, 0]
-GROUPS, BLOCKS = Recipe.BlockWise1x128, Recipe.BlockWise128x128
+E4M3, GROUPS, BLOCKS = torch.float8_e4m3fn, Recipe.BlockWise1x128, Recipe.BlockWise128x128
 
 
 @pytest.fixture(autouse=True)
@@ -36,6 +38,13 @@ def case(lengths: list[int] = LENGTHS, alignment: int = 1) -> tuple[Groups, int,
         end = -(-end // alignment) * alignment + length
         ends.append(end)
     return Groups(torch.tensor(ends).int(), alignment), len(ends), end + 3
+
+
+def same(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
+    """Bit by bit."""
+    for f, e in zip(found, expected, strict=True):
+        assert f.shape == e.shape
+        assert torch.equal(f.contiguous().view(torch.uint8), e.contiguous().view(torch.uint8))
 
 
 def values(
@@ -80,6 +89,61 @@ def test_rows_are_quantized_transposed(recipe, alignment):
 
 
 CASES = [("by block", "halves", 1, 256), ("recipe", "interleaved", 128, 144)]
+
+
+def operands(of: str, x: Tensor, w: Tensor, groups: Groups, planes: int) -> tuple:
+    """Return rows, weights, and what a call says of them."""
+    if of == "recipe":
+        return x, w, {"recipe": "blockwise"}
+    q, x_scale = ops.quantize(x, GROUPS, **groups._asdict())
+    wq, w_scale = ops.quantize(w, BLOCKS, glu="halves" if planes == 2 else None)
+    return q, wq, {"scales": (x_scale, GROUPS, w_scale, BLOCKS)}
+
+
+def act_and_gradient(of: str, name: str, glu: str, alignment: int, width: int) -> None:
+    """Equal bits with what other launches leave in bf16, quantized afterwards."""
+    act, hidden = ACTIVATIONS[name], 272
+    groups, num, rows = case(alignment=alignment)
+    alternate = glu == "interleaved" and act.gated
+    given = {**groups._asdict(), "activation": name, "glu": glu}
+    w = rand(num, hidden, act.planes * width, scale=0.1)
+    x, w, call = operands(of, rand(rows, hidden), w, groups, 1 if alternate else act.planes)
+    call |= {**given, "bias": torch.randn(num, act.planes * width), "row_scale": torch.rand(rows)}
+    h, pre = ops.grouped_mm_act(x, w, return_pre=True, **call)
+    expected = ops.grouped_mm_act(x, w, output_dtype=E4M3, **call)
+    expected += ops.quantize(h, BLOCKS, **groups._asdict(), transposed=True)
+    call |= {"output_dtype": E4M3, "transposed": True}
+    same(ops.grouped_mm_act(x, w, **call), expected)
+    same(ops.grouped_mm_act(x, w, return_pre=True, **call), (*expected, pre))
+    values(expected[2:], False, groups, width, rows)
+    if alternate:
+        return
+    dy, w, call = operands(of, rand(rows, hidden), rand(num, hidden, width, scale=0.1), groups, 1)
+    for scaled in ({}, {"row_scale": torch.rand(rows) + 0.1}):
+        d_pre, h, *d_scale = ops.grouped_mm_dact(dy, w, pre, **call, **given, **scaled)
+        by_row = ops.quantize(d_pre, GROUPS, **groups._asdict())
+        columns = ops.quantize(d_pre, GROUPS, **groups._asdict(), transposed=True)
+        of_h = ops.quantize(h, BLOCKS, **groups._asdict(), transposed=True)
+        found = ops.grouped_mm_dact(dy, w, pre, output_dtype=E4M3, **call, **given, **scaled)
+        same(found, (*by_row, *columns, *of_h, *d_scale))
+
+
+CASES = [("by block", "halves", 1, 256), ("recipe", "interleaved", 128, 144)]
+
+
+@pytest.mark.parametrize("how", ["emulate", "auto"])
+@pytest.mark.parametrize("seed", [0, 7])
+@pytest.mark.parametrize(("of", "glu", "alignment", "width"), CASES)
+def test_activation_and_its_gradient(of, glu, alignment, width, seed, how, monkeypatch):
+    monkeypatch.setenv("MEGAMOE_BACKEND", how)
+    monkeypatch.setattr(machines.fibers, "seed", seed)
+    act_and_gradient(of, QUICK, glu, alignment, width)
+
+
+@pytest.mark.parametrize("name", [pytest.param("geglu", marks=pytest.mark.slow), "relu2"])
+def test_other_activations(name):
+    """Ungated, a tile has two halves of h, of which the second may not exist."""
+    act_and_gradient("by block", name, "halves", 1, 384)
 
 
 @pytest.mark.parametrize("how", ["emulate", "auto"])
@@ -178,3 +242,60 @@ def test_a_flaw_of_weight_gradients_is_seen(flaw, monkeypatch, tmp_path):
     plant(FLAWS[flaw], monkeypatch, tmp_path)
     with pytest.raises(SEEN):
         weight_gradient(torch.float32, 1)
+
+
+def test_no_rows_leave_zeros():
+    offs, x = torch.zeros(3, dtype=torch.int32), rand(0, 128)
+    w = rand(3, 128, 256, scale=0.1)
+    call = {"offs": offs, "recipe": "blockwise", "output_dtype": E4M3}
+    found = ops.grouped_mm_act(x, w, transposed=True, **call)
+    for t in (*found, *ops.grouped_mm_dact(x, w[:, :, :128], rand(0, 256), **call)):
+        assert not t.float().any()
+
+
+def test_what_has_no_kernel_is_refused():
+    groups, num, rows = case()
+    x, w = rand(rows, 128), rand(num, 128, 256)
+    call = {"offs": groups.offs, "recipe": "blockwise"}
+    with pytest.raises(ArgumentError, match="transposed is True, expected False unless h is e4m3"):
+        ops.grouped_mm_act(x, w, transposed=True, **call)
+    with pytest.raises(ArgumentError, match="operands are FP8 by block"):
+        ops.grouped_mm_act(x, w, offs=groups.offs, output_dtype=E4M3, transposed=True)
+    pre, call["output_dtype"] = rand(rows, 512), E4M3
+    with pytest.raises(ArgumentError, match="gate and up halves"):
+        ops.grouped_mm_dact(x, w, pre, glu="interleaved", **call)
+    with pytest.raises(ArgumentError, match="unless operands are FP8"):
+        ops.grouped_mm_dact(x, w, pre, offs=groups.offs, output_dtype=E4M3)
+    with pytest.raises(ArgumentError, match="I a multiple of 128"):
+        ops.grouped_mm_dact(x, w[:, :, :144], pre[:, :288], **call)
+
+
+TRANSPOSED = "epilogue/transposed.cuh"
+OF_RESULTS = {
+    "rows of the next expert": (TRANSPOSED, "8 * i < rows ? pair : 0", "pair"),
+    "largest of one warp": (TRANSPOSED, "of_warps[math_warp()] = own;", "of_warps[0] = own;"),
+    "scales of another block": (TRANSPOSED, "transposed_blocks(ctx.args) + block;", "1 + block;"),
+    "blocks of no expert are left": (
+        "rows/sorted.cuh",
+        "i < end; i += stride",
+        "i < 0; i += stride",
+    ),
+    "by row, as many as the tile": (
+        *("cta/blocks.cuh", "rows_used<T>(tile) - row);", "tile.rows() - row);"),
+    ),
+    "rows behind an expert's last differentiated": (
+        *(
+            "epilogue/transposed_gradient.cuh",
+            "Weights s = {-0.0f, -0.0f};",
+            "Weights s = {0.0f, 0.0f};",
+        ),
+    ),
+}
+
+
+@pytest.mark.flaws
+@pytest.mark.parametrize("flaw", names(OF_RESULTS))
+def test_a_flaw_of_results_is_seen(flaw, monkeypatch, tmp_path):
+    plant(OF_RESULTS[flaw], monkeypatch, tmp_path)
+    with pytest.raises(SEEN):
+        act_and_gradient("by block", QUICK, "halves", 1, 256)

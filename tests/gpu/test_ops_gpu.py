@@ -26,7 +26,7 @@ from megamoe.jit.grouped import GroupedVariant
 from megamoe.ops import arguments, calls, operators, reference
 from megamoe.ops.groups import Groups
 from megamoe.ops.machines import Gpu, machine_of
-from megamoe.ops.operands import Operands
+from megamoe.ops.operands import Operands, rows_of_transposed
 from megamoe.ops.scales import by_row
 from megamoe.testing.compare import compare
 
@@ -247,6 +247,50 @@ def test_fp8(by_channel, name, hidden, width):
         assert torch.equal(ops.scaled_grouped_mm(*call, offs=offs), y)
         theirs = torch.nn.functional.scaled_grouped_mm(*call, offs=offs)
         near(y[:end], theirs[:end], 8e-3)  # each is so near to the exact one
+
+
+@pytest.mark.parametrize("glu", ["halves", "interleaved"])
+@pytest.mark.parametrize("name", ["swiglu_oai", "geglu", "relu2"])
+@pytest.mark.parametrize(("hidden", "width"), [(272, 256), (2880, 2944)])
+def test_transposed_results(hidden, width, name, glu):
+    """Equal bits with bf16 results of other launches that are quantized afterwards; and what multiplies them."""
+    offs, num, rows = case()
+    act, of = ACTIVATIONS[name], {"offs": offs}
+    alternate = glu == "interleaved" and act.gated
+    call = {"recipe": "blockwise", "activation": name, "glu": glu, **of}
+    scale = torch.rand(rows, device=DEVICE) + 0.1
+    x, dy = rand(rows, hidden), rand(rows, hidden)
+    w = rand(num, hidden, act.planes * width, scale=hidden**-0.5).mT.contiguous().mT
+    mat_b = rand(num, width, hidden, scale=hidden**-0.5).mT
+
+    def turned(t: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
+        return ops.quantize(t, recipe, transposed=True, **of)
+
+    def same(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
+        for f, e in zip(found, expected, strict=True):
+            assert torch.equal(f.contiguous().view(torch.uint8), e.contiguous().view(torch.uint8))
+
+    e4m3 = {"output_dtype": torch.float8_e4m3fn}
+    h, pre = ops.grouped_mm_act(x, w, return_pre=True, row_scale=scale, **call)
+    found = ops.grouped_mm_act(x, w, row_scale=scale, transposed=True, **e4m3, **call)
+    by_row = ops.grouped_mm_act(x, w, row_scale=scale, **e4m3, **call)
+    same(found, (*by_row, *turned(h, Recipe.BlockWise128x128)))
+    if alternate:
+        return
+    for scaled in ({}, {"row_scale": scale}):
+        d_pre, h, *d_scale = ops.grouped_mm_dact(dy, mat_b, pre, **call, **scaled)
+        columns, of_h = turned(d_pre, Recipe.BlockWise1x128), turned(h, Recipe.BlockWise128x128)
+        by_row = ops.quantize(d_pre, Recipe.BlockWise1x128, **of)
+        found = ops.grouped_mm_dact(dy, mat_b, pre, **call, **e4m3, **scaled)
+        same(found, (*by_row, *columns, *of_h, *d_scale))
+    b = turned(x, Recipe.BlockWise128x128)
+    given = columns[1], Recipe.BlockWise1x128, b[1], Recipe.BlockWise128x128
+    out = torch.randn(num, act.planes * width, hidden, device=DEVICE)
+    a_rows, b_rows, groups = rows_of_transposed(columns, b, Groups(offs))
+    wide = a_rows[:, : out.shape[1]], b_rows[:, :hidden]
+    expected = reference.weights(*wide, groups, num, torch.float32) + out
+    ops.grouped_mm_wgrad(columns[0], b[0], out=out, scales=given, **of)
+    near(out, expected, FP8_SUMMED)
 
 
 def spread(num: int) -> Tensor:

@@ -308,11 +308,19 @@ template <class T>
 MEGAMOE_DEVICE int scale_row0(const Tile& tile) {
     return tile.block * T::Tiling::rows;
 }
+// A tile's rows that its expert has: all, but of a grouped launch that makes zero rows behind them, too.
+template <class T>
+MEGAMOE_DEVICE int rows_used(const Tile& tile) {
+    if constexpr (!T::WeightTiles::transposed || T::WeightTiles::any) return tile.rows();
+    const ExpertTable& table = cta_smem<T>().common.experts;
+    int before = (tile.block - table.first_block[tile.expert()]) * T::Tiling::rows;
+    return min_of(T::Tiling::rows, table.rows(tile.expert()) - before);
+}
 // One thread: 64 rows of a tile, from its row `row` on, to an output that has the launch's rows.
 template <class T>
 MEGAMOE_DEVICE void store_rows(const TensorMap* map, const void* from, int column, const Tile& tile,
                                int row) {
-    T::Blocks::store(map, from, column, row0<T>(tile) + row, tile.rows() - row);
+    T::Blocks::store(map, from, column, row0<T>(tile) + row, rows_used<T>(tile) - row);
 }
 
 }  // namespace megamoe

@@ -47,12 +47,6 @@ struct ActivationEpilogue<S, Interleaved<Activation>, Rows> : Elementwise<S, Row
     static constexpr int planes = 1, columns = S::columns;
     static constexpr bool multiplies_rows = true, interleaved = true;
 
-    template <class T>
-    static MEGAMOE_DEVICE Destination output(const Context& ctx, const Tile& tile, int slot) {
-        const auto& gemm = gemm_of<T>(ctx.args, tile.gemm);
-        return {gemm.out, tile.n * S::half_columns + slot * Elementwise<S, Rows, 1>::slot_columns,
-                gemm.n / 2};
-    }
     // Of eight columns of h a thread makes those of its place in the quad, and four behind it: a and b. As
     // sums, it has two neighbours instead. Each lane sends one of both, then the other. Halves of the sums
     // take turns in the first.

@@ -230,7 +230,7 @@ struct ActivationGradientEpilogue {
             all += arch::shfl_xor(all, 2);
             bool puts = here && f.quad == 0;
             if constexpr (!T::Blocks::in_pool)  // there, rows behind a block's are another's
-                puts = puts && row + 8 * i < row0<T>(tile) + tile.rows();
+                puts = puts && row + 8 * i < row0<T>(tile) + rows_used<T>(tile);
             arch::put_float(to + int64_t{8 * i} * parts, all, false, puts);
         }
     }

@@ -18,6 +18,7 @@
 #pragma once
 #include "megamoe/cta/blocks.cuh"
 #include "megamoe/epilogue/column_scales.cuh"
+#include "megamoe/epilogue/transposed.cuh"
 #include "megamoe/formats/bf16.cuh"
 #include "megamoe/formats/format.h"
 #include "megamoe/formats/fragment.cuh"
@@ -32,7 +33,16 @@ struct Destination {
         -1;  // of a map whose rows are columns of 128 rows, which both warpgroups have filled
 };
 
-// `halves` halves of a tile, as rows of a format.
+// Columns of the output.
+template <class T>
+MEGAMOE_DEVICE int output_width(int n) {
+    return T::Gemm1::Epilogue::interleaved ? n / 2 : n;
+}
+// Does a grouped launch leave its e4m3 rows transposed, too?
+template <class T, class Out>
+constexpr bool transposes_rows = T::WeightTiles::transposed && !T::WeightTiles::any && Out::scaled;
+
+// `halves` halves of a tile, as rows of a format; behind each half maybe its transpose.
 template <class S, class Rows, int halves_>
 struct Elementwise {
     using Out = Rows;
@@ -43,12 +53,18 @@ struct Elementwise {
 
     template <class T>
     static MEGAMOE_DEVICE int slots(const Args&) {
-        return columns / slot_columns;
+        return columns / slot_columns * (transposes_rows<T, Out> ? 2 : 1);
     }
     template <class T>
     static MEGAMOE_DEVICE Destination output(const Context& ctx, const Tile& tile, int slot) {
         const auto& gemm = gemm_of<T>(ctx.args, tile.gemm);
-        return {gemm.out, tile.n * columns + slot * slot_columns, gemm.n};
+        if constexpr (transposes_rows<T, Out>) {
+            int width = output_width<T>(gemm.n), column = tile.n * columns + slot / 2 * slot_columns;
+            int row = tile.block * padded_rows(width, scale_group) + column;
+            if (slot % 2 != 0) return {&launch_args<T>(ctx.args).hs, column, width, row};
+            return {gemm.out, column, width};
+        }
+        return {gemm.out, tile.n * columns + slot * slot_columns, output_width<T>(gemm.n)};
     }
 };
 
@@ -94,15 +110,21 @@ MEGAMOE_DEVICE void add_bias(float (&v)[n], const float* bias, int column0, int 
 // Scales of a row of the output.
 template <class T>
 MEGAMOE_DEVICE int scale_groups(int n) {
-    return ceil_div(T::Gemm1::Epilogue::interleaved ? n / 2 : n, scale_group);
+    return ceil_div(output_width<T>(n), scale_group);
+}
+// The group of columns that a half is.
+template <class T>
+MEGAMOE_DEVICE int out_group(const Tile& tile, int half) {
+    int group = halves_of<T>(tile.gemm, tile.n).column0 / scale_group + half;
+    if constexpr (T::Gemm1::Epilogue::interleaved) group /= 2;  // of h, whose tile has one half
+    return group;
 }
 // Where a warpgroup puts the scales of a half, which is one group; null if there is no such half. `wide`:
 // both warpgroups have the first one's rows.
 template <class T, bool wide = false>
 MEGAMOE_DEVICE float* scales_of_half(const Context& ctx, const Tile& tile, int half) {
     const auto& gemm = gemm_of<T>(ctx.args, tile.gemm);
-    int group = halves_of<T>(tile.gemm, tile.n).column0 / scale_group + half;
-    if constexpr (T::Gemm1::Epilogue::interleaved) group /= 2;  // of h, whose tile has one half
+    int group = out_group<T>(tile, half);
     float* scales = gemm.out_scale + int64_t{group} * ctx.args.pool_rows + scale_row0<T>(tile) +
                     (wide ? 0 : math_warpgroup() * warpgroup_rows);
     return group < scale_groups<T>(gemm.n) ? scales : nullptr;
@@ -117,8 +139,12 @@ MEGAMOE_DEVICE void write_halves(const Context& ctx, const Tile& tile, int count
         float* scales = nullptr;
         if constexpr (Out::scaled) scales = scales_of_half<T>(ctx, tile, half);
         if constexpr (Out::scaled && !T::Blocks::in_pool) {
-            FirstRows rows{tile.rows() - math_warpgroup() * warpgroup_rows};
+            FirstRows rows{rows_used<T>(tile) - math_warpgroup() * warpgroup_rows};
             Out::write_half(output, sum[half], scales, f, rows);
+            if constexpr (transposes_rows<T, Out>)
+                write_transposed_half<T>(ctx, tile, out_group<T>(tile, half) * scale_group,
+                                         output_width<T>(gemm_of<T>(ctx.args, tile.gemm).n), output,
+                                         sum[half]);
         } else {
             Out::write_half(output, sum[half], scales, f);
         }
@@ -190,6 +216,9 @@ MEGAMOE_DEVICE void finish(Context& ctx, const Tile& tile, PipelineRing<T>& ring
     using E2 = typename T::Gemm2::Epilogue;
     if constexpr (E1::elementwise && E2::elementwise) {
         run_elementwise<E1, E2, T>(ctx, tile, output, sum);
+    } else if constexpr (T::num_row_gemms == 1 &&
+                         T::WeightTiles::transposed) {  // else its code is there twice
+        E1::template run<T>(ctx, tile, ring, output, sum);
     } else {
         of_gemm<T>(tile.gemm, [&](auto gemm) {
             decltype(gemm)::Epilogue::template run<T>(ctx, tile, ring, output, sum);

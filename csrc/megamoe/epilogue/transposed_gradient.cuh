@@ -1,11 +1,11 @@
 // gemm1 of backward where weight gradients multiply e4m3: as activation_gradient.cuh, but nothing goes to
 // memory in bf16. Of each half dgu goes on by row, for gemm2, and dgu and hs transposed, for the weight
-// gradients: an output slot is 64 columns of all 128 rows, of which either warpgroup fills the half that it
-// has. The scales of these are powers of two: of dgu one for each column of the block, of hs one for 128
-// columns. Rows behind an expert's last become zeros, whatever pre-activations lie there.
+// gradients. The scales of these: of dgu one for each column of the block, of hs one for 128 columns. Rows
+// behind an expert's last become zeros, whatever pre-activations lie there. A grouped launch, whose rows
+// follow each other, leaves the same.
 #pragma once
 #include "megamoe/epilogue/activation_gradient.cuh"
-#include "megamoe/formats/e4m3_group.cuh"
+#include "megamoe/epilogue/transposed.cuh"
 
 namespace megamoe {
 
@@ -29,10 +29,12 @@ struct TransposedGradientEpilogue : ActivationGradientEpilogue<S, Activation, Ro
         int half = slot >= slots_of_half ? 1 : 0, i = slot - half * slots_of_half;
         int width = gemm_of<T>(args, tile.gemm).n, column = tile.n * columns + half * S::half_columns;
         int plane = i > 2 ? 1 : 0;
-        if (i % 2 != 0) return {&gemm_of<T>(args, GemmId::gemm2).a[plane], column, width};
+        constexpr bool in_pool = T::Blocks::in_pool;
+        const auto& next = gemm_of<T>(args, GemmId::gemm2);
+        if (i % 2 != 0) return {in_pool ? &next.a[plane] : &next.out[plane], column, width};
         int whole = padded_rows(width, scale_group);
         if (i == 0) return {&launch_args<T>(args).hs, column, width, tile.block * whole + column};
-        return {gemm_of<T>(args, GemmId::dw13).a, column, width,
+        return {gemm_of<T>(args, GemmId::dw13).a + (in_pool ? 0 : 1), column, width,
                 (tile.block * gu_planes + plane) * whole + column};
     }
 
@@ -42,8 +44,7 @@ struct TransposedGradientEpilogue : ActivationGradientEpilogue<S, Activation, Ro
         const Args& args = ctx.args;
         auto& smem = tile_smem<T>();
         float d_s[2] = {0.0f, 0.0f};
-        const float* row_weight = own<T>(args).row_weight + row0<T>(current_tile<T>()) + row_of_block();
-        const Weights s = {row_weight[0], row_weight[8]};
+        const Weights s = row_weights<T>(args, current_tile<T>());
         // Loops, as in the other epilogue: of halves, of a half's inputs, of planes. They have no branch on
         // the lane, and the ring is one of their own.
         PipelineRing<T> inputs_ring = ring;
@@ -86,7 +87,7 @@ struct TransposedGradientEpilogue : ActivationGradientEpilogue<S, Activation, Ro
             }
             Dgu dgu = Base::dgu_of(sum[0], step);
             if (arch::ballot(s.mask(1) == 0) != 0) clear_rows(dgu, s);
-            Base::template put_d_s<T>(ctx, current_tile<T>(), d_s, half == 1);
+            if constexpr (T::Sums::of_rows) Base::template put_d_s<T>(ctx, current_tile<T>(), d_s, half == 1);
             PipelineRing<T> first = inputs_ring;  // twice around the ring is where it began
             MEGAMOE_UNROLL
             for (int i = inputs_of_half; i < 2 * S::num_slots; ++i) first.advance();
@@ -98,7 +99,6 @@ struct TransposedGradientEpilogue : ActivationGradientEpilogue<S, Activation, Ro
 
   private:
     static constexpr int step = pairs_of_slot / 2;
-    static constexpr uint32_t magnitudes = 0x7fff7fffu;
     // Of this thread's rows r and r + 8. Rows behind the expert's last have -0 and become zeros, by masks: a
     // branch on the lane would take descriptors of MMAs out of the uniform registers.
     struct Weights {
@@ -107,21 +107,36 @@ struct TransposedGradientEpilogue : ActivationGradientEpilogue<S, Activation, Ro
             return __builtin_bit_cast(uint32_t, of[i]) == 0x80000000u ? 0 : ~0u;
         }
     };
+    template <class T>
+    static MEGAMOE_DEVICE Weights row_weights(const Args& args, const Tile& tile) {
+        const float* weights = own<T>(args).row_weight + row0<T>(tile) + row_of_block();
+        if constexpr (T::Blocks::in_pool) return {weights[0], weights[8]};
+        Weights s = {-0.0f, -0.0f};
+        MEGAMOE_UNROLL
+        for (int i = 0; i < 2; ++i) {
+            if (row_of_block() + 8 * i < rows_used<T>(tile))
+                s.of[i] = T::Sums::of_rows ? weights[8 * i] : 1.0f;
+        }
+        return s;
+    }
     // What the warps tell each other of a half, in the memory that they have as movers when no tiles are
-    // left: the largest of each column over a warp's 16 rows, and over all rows the inverses of the scales,
-    // as pairs of bf16.
+    // left; of a grouped launch, in that behind its table: the largest of each column over a warp's 16 rows,
+    // and over all rows the inverses of the scales, as pairs of bf16.
     struct OfHalf {
         static constexpr int warps = math_role.num_warps;
         uint32_t largest[warps][gu_planes][S::half_columns / 2], inverse[gu_planes][S::half_columns / 2];
         float largest_hs[warps];
+        template <class T>
         static MEGAMOE_DEVICE OfHalf& own(const Context& ctx) {
             static_assert(sizeof(OfHalf) <= warps * 32 * sizeof(ReducerState), "others are movers already");
+            static_assert(sizeof(ExpertTable) + 16 + sizeof(OfHalf) <= sizeof(MoverSmem), "it is as large");
+            if constexpr (!T::Blocks::in_pool)
+                return *reinterpret_cast<OfHalf*>(ctx.smem.experts.column_scales);
             return *reinterpret_cast<OfHalf*>(ctx.smem.movers.reducer + num_transport_warps * 32);
         }
     };
 
     static MEGAMOE_DEVICE int row_of_block() { return math_warpgroup() * warpgroup_rows + Fragment().row; }
-    static MEGAMOE_DEVICE int math_warp() { return arch::warp_idx() - first_math_warp; }
     // Where this lane finds 64 columns of its warp's 16 rows, 16 bytes at a time.
     static MEGAMOE_DEVICE uint4_t* own_vectors(uint8_t* a) {
         return reinterpret_cast<uint4_t*>(a) + math_warp() * (16 * slot_columns / 8) + arch::lane_idx();
@@ -141,7 +156,7 @@ struct TransposedGradientEpilogue : ActivationGradientEpilogue<S, Activation, Ro
     static MEGAMOE_DEVICE void write_half(Context& ctx, Output& output, Dgu& dgu, uint32_t largest_hs,
                                           const Weights& s, PipelineRing<T> inputs_ring, int half) {
         Fragment f;
-        OfHalf& shared = OfHalf::own(ctx);
+        OfHalf& shared = OfHalf::template own<T>(ctx);
         uint32_t of_rows[4] = {};  // the largest of each plane's rows r, r + 8
         MEGAMOE_UNROLL
         for (int p = 0; p < gu_planes; ++p)
@@ -150,7 +165,10 @@ struct TransposedGradientEpilogue : ActivationGradientEpilogue<S, Activation, Ro
         shared.largest_hs[math_warp()] = largest_of_warp(largest_hs);  // by all lanes
         math_sync();
         scale_columns<T>(ctx, shared, half);
-        float inverse = scale_hs<T>(ctx, shared, half);
+        Tile tile = current_tile<T>();
+        float inverse =
+            scale_block<T>(ctx, shared.largest_hs, tile.block, tile.n * columns + half * S::half_columns,
+                           gemm_of<T>(ctx.args, GemmId::gemm1).n);
         write_hs<T>(ctx, output, inputs_ring, s, arch::pack_bf16x2(inverse, inverse));
         put_scales<T>(ctx, group, half);
         float inverses = group.inverse();
@@ -158,7 +176,8 @@ struct TransposedGradientEpilogue : ActivationGradientEpilogue<S, Activation, Ro
         MEGAMOE_UNROLL_BY(1)
         for (int p = 0; p < gu_planes; ++p) {
             write_rows(output, dgu.of[0], inverses, p);
-            write_columns<T>(output, dgu.of[0], shared.inverse[p] + f.quad);
+            const uint32_t* inverse = shared.inverse[p] + f.quad;
+            write_transposed(output, dgu.of[0], [&](int g) { return inverse[4 * g]; });
             next_plane(dgu);
         }
     }
@@ -199,11 +218,6 @@ struct TransposedGradientEpilogue : ActivationGradientEpilogue<S, Activation, Ro
             m[j] = arch::larger_u16x2(kept, arch::shfl_xor(sent, mask));
         }
         return high ? n : 0;
-    }
-    static MEGAMOE_DEVICE float largest_of_warp(uint32_t m) {
-        MEGAMOE_UNROLL
-        for (int mask = 16; mask > 0; mask /= 2) m = arch::larger_u16x2(m, arch::shfl_xor(m, mask));
-        return arch::larger_magnitude(arch::bf16_lo(m), arch::bf16_hi(m));
     }
     // Of a quad's four rows, two of each plane, a lane gets the one of its own number. The largest of bf16 is
     // that of unsigned halves, unless there is a NaN, which a group leaves alone.
@@ -250,22 +264,6 @@ struct TransposedGradientEpilogue : ActivationGradientEpilogue<S, Activation, Ro
         arch::put_float(own<T>(ctx.args).dgu_columns_scale + first + of_half, by.scale, false,
                         column < width);
     }
-    // Returns the inverse of the scale of hs.
-    template <class T>
-    static MEGAMOE_DEVICE float scale_hs(const Context& ctx, const OfHalf& shared, int half) {
-        E4m3Group group;
-        MEGAMOE_UNROLL
-        for (int w = 0; w < OfHalf::warps; w += 2)
-            group.include(shared.largest_hs[w], shared.largest_hs[w + 1]);
-        PowerOfTwo by(group.amax());
-        Tile tile = current_tile<T>();
-        int width = gemm_of<T>(ctx.args, GemmId::gemm1).n, column = tile.n * columns + half * S::half_columns;
-        int64_t at = int64_t{column / scale_group} * transposed_blocks(ctx.args) + tile.block;
-        arch::put_float(own<T>(ctx.args).hs_scale + at, by.scale, false,
-                        column < width && arch::thread_idx() == first_math_warp * 32);
-        return by.inverse;
-    }
-
     // Of dgu by row: a lane of a quad has the scale of one of its rows, and divides for it.
     template <class T>
     static MEGAMOE_DEVICE void put_scales(const Context& ctx, const E4m3Group& group, int half) {
@@ -273,8 +271,11 @@ struct TransposedGradientEpilogue : ActivationGradientEpilogue<S, Activation, Ro
         float* scales = scales_of_half<T>(ctx, current_tile<T>(), half);
         int64_t of_plane =
             int64_t{ceil_div(gemm_of<T>(ctx.args, GemmId::gemm1).n, scale_group)} * ctx.args.pool_rows;
+        bool has = true;
+        if constexpr (!T::Blocks::in_pool)
+            has = row_of_block() + f.quad % 2 * 8 < rows_used<T>(current_tile<T>());
         arch::put_float(scales + (f.quad < 2 ? 0 : of_plane) + f.row + f.quad % 2 * 8, group.scale(), false,
-                        scales != nullptr && f.quad < 2 * gu_planes);
+                        scales != nullptr && f.quad < 2 * gu_planes && has);
     }
     template <class Output>
     static MEGAMOE_DEVICE void write_rows(Output& output, const uint32_t (&v)[2][pairs], float inverses,
@@ -292,31 +293,6 @@ struct TransposedGradientEpilogue : ActivationGradientEpilogue<S, Activation, Ro
         output.hand_over();
     }
 
-    // Where a lane stores a transposed column of eight. Of a warp's 16 rows, r and r + 8 are neighbours.
-    static MEGAMOE_DEVICE int transposed_at() { return swizzled(arch::lane_idx(), 16 * math_warp()); }
-    // Two columns of rows r and r + 8, scaled by powers of two, which is exact in bf16.
-    static MEGAMOE_DEVICE uint32_t transposed_pairs(uint32_t top, uint32_t low, uint32_t by) {
-        top = arch::mul_bf16x2(top, by), low = arch::mul_bf16x2(low, by);
-        uint32_t even = arch::pack_e4m3x2(arch::bf16_lo(top), arch::bf16_lo(low));
-        uint32_t odd = arch::pack_e4m3x2(arch::bf16_hi(top), arch::bf16_hi(low));
-        return even | odd << 16;
-    }
-    template <class T, class Output>
-    static MEGAMOE_DEVICE void write_columns(Output& output, const uint32_t (&v)[2][pairs],
-                                             const uint32_t* inverse) {
-        auto to = output.claim_common(0);
-        int at = transposed_at();
-        MEGAMOE_UNROLL
-        for (int g = 0; g < pairs; g += 4) {
-            uint32_t four[4];
-            MEGAMOE_UNROLL
-            for (int k = 0; k < 4; ++k)
-                four[k] = transposed_pairs(v[0][g + k], v[1][g + k], inverse[4 * (g + k)]);
-            arch::store_transposed(g < pairs / 2 ? to.slot : to.beside,
-                                   at + g % (pairs / 2) * 8 * slot_k_bytes, four);
-        }
-        output.hand_over_both();
-    }
     // From the slots of the inputs, which are free then.
     template <class T, class Output>
     static MEGAMOE_DEVICE void write_hs(Context& ctx, Output& output, PipelineRing<T> inputs_ring,

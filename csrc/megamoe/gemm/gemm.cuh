@@ -13,6 +13,9 @@ struct NoWeightTiles {
     static constexpr bool any = false, beside_rows = false, transposed = false;
     static constexpr int asked_ahead = 0;
 };
+struct TransposedOutputs : NoWeightTiles {  // of rows alone, for a launch of weight gradients
+    static constexpr bool transposed = true;
+};
 struct WeightTilesBehindRows {  // they wait for all rows
     static constexpr bool any = true, beside_rows = true, transposed = false;
     static constexpr int asked_ahead = 0;

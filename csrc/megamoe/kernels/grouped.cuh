@@ -6,6 +6,7 @@
 #include "megamoe/epilogue/activation_gradient.cuh"
 #include "megamoe/epilogue/plain.cuh"
 #include "megamoe/epilogue/pre_activation.cuh"
+#include "megamoe/epilogue/transposed_gradient.cuh"
 #include "megamoe/epilogue/weight_gradient.cuh"
 #include "megamoe/kernels/cta.cuh"
 #include "megamoe/kernels/kinds.cuh"
@@ -28,14 +29,18 @@ struct GroupedLayer : Kind {
 template <class S, class Rows, class Weights, class Out = Bf16Rows>
 using GroupedProduct = GroupedLayer<S, Rows, Weights, PlainEpilogue<S, Out>>;
 // h = activation(x w13); the second saves the pre-activations.
-template <class S, class Rows, class Weights, class Activation, class HiddenRows>
-using GroupedActivation = GroupedLayer<S, Rows, Weights, ActivationEpilogue<S, Activation, HiddenRows>>;
-template <class S, class Rows, class Weights, class Activation, class HiddenRows>
-using GroupedSaving = GroupedLayer<S, Rows, Weights, SavingEpilogue<S, Activation, HiddenRows>>;
+template <class S, class Rows, class Weights, class Activation, class HiddenRows, class Kind>
+using GroupedActivation = GroupedLayer<S, Rows, Weights, ActivationEpilogue<S, Activation, HiddenRows>, Kind>;
+template <class S, class Rows, class Weights, class Activation, class HiddenRows, class Kind>
+using GroupedSaving = GroupedLayer<S, Rows, Weights, SavingEpilogue<S, Activation, HiddenRows>, Kind>;
 // dgu = (dy w2) act'(gu), and h = act(gu); with GroupedScalingKind both times a factor for each row.
 template <class S, class Rows, class Weights, class Activation, class Kind>
 using GroupedGradient =
     GroupedLayer<S, Rows, Weights, ActivationGradientEpilogue<S, Activation, Bf16Rows>, Kind>;
+// The same in e4m3: dgu by row and transposed, and h transposed.
+template <class S, class Rows, class Weights, class Activation, class Kind>
+using GroupedTransposedGradient =
+    GroupedLayer<S, Rows, Weights, TransposedGradientEpilogue<S, Activation, E4m3Rows>, Kind>;
 
 // A^T B of each expert's rows; or dw13 and dw2 over the rows that backward launches of several passes have
 // kept, bf16 or transposed e4m3.
@@ -69,7 +74,13 @@ MEGAMOE_DEVICE void run_grouped_role(Context& ctx, int warp) {
         if constexpr (T::num_row_gemms != 0) {
             clear_rest<T>(ctx);
             const auto& gemm = gemm_of<T>(ctx.args, GemmId::gemm1);
-            if (gemm.out_scale != nullptr) clear_scales<T>(ctx, gemm.out_scale, scale_groups<T>(gemm.n));
+            int groups = scale_groups<T>(gemm.n);
+            if constexpr (T::WeightTiles::transposed) {
+                int of_h = groups;
+                if constexpr (!T::Gemm1::Epilogue::elementwise) groups *= T::Gemm1::Epilogue::gu_planes;
+                clear_blocks<T>(ctx, of_h, groups);
+            }
+            if (gemm.out_scale != nullptr) clear_scales<T>(ctx, gemm.out_scale, groups);
         }
     } else if (arch::lane_idx() == 0) {
         PipelineRing<T> ring;

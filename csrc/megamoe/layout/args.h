@@ -134,6 +134,10 @@ struct Grouped {
     int32_t num_rows;        // R
     const float* row_weight; // factors of h, [R], or null
     float* d_s;              // parts of their gradients, as Backward's, of zeros; or null
+    // Transposed e4m3 outputs, or null: h, whose map is hs, and dgu, whose map is A's second; their scales as Backward's.
+    float* hs_scale;
+    float* dgu_columns_scale;
+    float* blocks[2];        // what they are: blocks of no expert become zeros
 };
 // A [R, m], B [1, 1, R, n]. Behind an expert's last whole 64 rows the others stand in tails, as 64 with zero rows:
 // a[1] [L * 64, m], and tails_b. In e4m3 both are transposed as Backward's, of pool_rows / 128 blocks, without tails.

@@ -45,6 +45,27 @@ MEGAMOE_DEVICE void clear_scales(const Context& ctx, float* scales, int groups) 
             scales[i / count * places + begin + i % count] = 0.0f;
     }
 }
+// And blocks of transposed outputs that no expert has, with their scales; `groups` of 128 columns, of h and
+// of dgu.
+template <class T>
+MEGAMOE_DEVICE void clear_blocks(const Context& ctx, int h_groups, int dgu_groups) {
+    const auto& grouped = own<T>(ctx.args);
+    int first = transport_index(ctx) * 32 + arch::lane_idx(), stride = num_transports(ctx) * 32;
+    auto clear = [&](float* to, int lines, int of_block, int blocks) {
+        int64_t begin = int64_t{ctx.smem.plan.num_blocks} * of_block, end = int64_t{blocks} * of_block;
+        MEGAMOE_UNROLL_BY(1)
+        for (int line = 0; line < lines && to != nullptr; ++line, to += end) {
+            MEGAMOE_UNROLL_BY(1)
+            for (int64_t i = begin + first; i < end; i += stride) to[i] = 0.0f;
+        }
+    };
+    constexpr int square = scale_group * scale_group / static_cast<int>(sizeof(float));
+    int blocks = transposed_blocks(ctx.args);  // the last of scales alone
+    clear(grouped.blocks[0], 1, h_groups * square, blocks - 1);
+    clear(grouped.hs_scale, h_groups, 1, blocks);
+    clear(grouped.blocks[1], 1, dgu_groups * square, blocks - 1);
+    clear(grouped.dgu_columns_scale, 1, dgu_groups * scale_group, blocks);
+}
 // And rows before each expert's first, and behind the last expert.
 template <class T>
 MEGAMOE_DEVICE void clear_rest(Context& ctx) {
