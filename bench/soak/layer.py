@@ -125,9 +125,9 @@ class Layer:
         self.backend = MegaBackend(problem, me.group, device=me.device, **chosen(options))
         self.backend.prepare(self.weights)
         self.first: list[torch.Tensor] = []
-        self.flags: list[
-            torch.Tensor
-        ] = []  # on the device: one for each call whose bits were compared
+        # Calls whose bits are compared: input, y, and on the device whether they differ; and what is known of those.
+        self.noted: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+        self.others: list[str] = []
         self.worst, self.bad = 0.0, 0
 
     def _call(self, i: int) -> Call:
@@ -167,14 +167,26 @@ class Layer:
     def note(self, i: int, y: torch.Tensor) -> None:
         """Compare with the first call's bits, on the current stream; settle() collects the verdict."""
         first = self.first[i][: y.shape[0]]
-        self.flags.append((y.view(torch.int16) != first.view(torch.int16)).any())
+        differs = (y.view(torch.int16) != first.view(torch.int16)).any()
+        self.noted.append((i, y.clone(), differs))
 
     def settle(self) -> int:
         """Wait for the device; return how many calls had other bits. Raises the fault if there was one."""
         self.backend.check()
-        wrong = int(torch.stack(self.flags).sum()) if self.flags else 0
-        self.flags.clear()
-        return wrong
+        wrong = [self._difference(i, y) for i, y, differs in self.noted if differs]
+        self.others += wrong
+        self.noted.clear()
+        return len(wrong)
+
+    def _difference(self, i: int, y: torch.Tensor) -> str:
+        """Return where y of input i has other bits than the first, and how far it is from that and from the oracle."""
+        first = self.first[i][: y.shape[0]]
+        tokens, columns = (y.view(torch.int16) != first.view(torch.int16)).nonzero(as_tuple=True)
+        plan = draw_plans(self.me, self.problem.max_tokens, len(self.inputs))[i]
+        by_token = {t: columns[tokens == t].tolist() for t in tokens.unique().tolist()[:8]}
+        spans = ", ".join(f"{t}: {len(c)} in {c[0]}..{c[-1]}" for t, c in by_token.items())
+        errors = [compare(y, other).relative for other in (first, self.expected[i][: y.shape[0]])]
+        return f"input {i} {plan}, {len(tokens)} values; columns by token {spans}; errors {errors}"
 
     def verdict(self, out: Outcome, wrong: int) -> str:
         """Record what went wrong; return the figures."""
@@ -184,4 +196,5 @@ class Layer:
         )
         message = f"{precision}: {self.bad} results are beyond the limit, relative error up to {self.worst:.2e}"
         out.require(self.bad == 0, message)
+        out.notes += self.others
         return f"{precision} {wrong} differ, worst error {self.worst:.1e}"
