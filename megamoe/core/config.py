@@ -20,7 +20,7 @@ MAX_LOCAL_EXPERTS = 1024
 # Index * 32 + k and two mark bits share 32 bits. The index counts whole chunks of 32 tokens of every rank.
 MAX_GROUP_TOKENS, CHUNK_TOKENS = 1 << 25, 32
 KINDS = ("swiglu", "clamped_swiglu", "geglu", "geglu_tanh", "relu2")
-_GELU = {"geglu": "none", "geglu_tanh": "tanh"}  # kind -> torch's name of the form
+GELU = {"geglu": "none", "geglu_tanh": "tanh"}  # kind -> torch's name of the form
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,8 @@ class Activation:
         if not self.gated:
             return F.relu(gate_up).square()
         gate, up = gate_up.chunk(2, dim=-1)
-        if self.kind in _GELU:
-            return F.gelu(gate, approximate=_GELU[self.kind]) * up
+        if self.kind in GELU:
+            return F.gelu(gate, approximate=GELU[self.kind]) * up
         if self.kind == "swiglu":
             return F.silu(gate) * up
         gate = gate.clamp(max=self.limit)

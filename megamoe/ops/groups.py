@@ -45,11 +45,10 @@ class Groups(NamedTuple):
 
     def slices(self, like: Tensor) -> Iterator[tuple[int, slice]]:
         """Yield each expert that has rows, and its rows. This waits for the device of offs."""
-        for e, (begin, end) in enumerate(
-            zip(*(t.tolist() for t in self.bounds(like)), strict=True)
-        ):
-            if end > begin:
-                yield e, slice(begin, end)
+        bounds = (t.tolist() for t in self.bounds(like))
+        for e, rows in enumerate(map(slice, *bounds)):
+            if rows.stop > rows.start:
+                yield e, rows
 
 
 def tails(a: Tensor, b: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:

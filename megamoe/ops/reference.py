@@ -1,7 +1,8 @@
 """Compute the operators with torch's own operations, for tensors that no kernel supports.
 
 On CPUs it computes in fp32, expert by expert, and rounds where the kernel rounds. On GPUs it uses torch's grouped_mm,
-whose products are rounded to bf16 before bias and activation; e4m3 operands are rounded to bf16, too.
+whose products are rounded to bf16 before bias and activation; e4m3 operands are rounded to bf16, too. There the host
+waits for nothing, except for weight gradients in fp32 or of e4m3.
 """
 
 from __future__ import annotations
@@ -12,29 +13,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megamoe.core.config import Activation
+from megamoe.core.config import GELU, Activation
 from megamoe.core.full_fp32 import full_fp32
 from megamoe.ops.groups import Groups
 
 
 def product(x: Tensor, w: Tensor, groups: Groups, bias: Tensor | None) -> Tensor:
     """x: [M, K], w: [E, K, N], bias: [E, N] -> [M, N] fp32; rows of no expert are zeros."""
-    if _grouped(x):
-        return grouped_product(x, w, groups, bias)
-    out = torch.zeros(x.shape[0], w.shape[2], dtype=torch.float32, device=x.device)
-    with full_fp32(x.device):
-        for e, rows in groups.slices(x):
-            out[rows] = x[rows].float() @ w[e].float()
-            if bias is not None:
-                out[rows] += bias[e].reshape(-1).float()
-    return out
-
-
-def grouped_product(x: Tensor, w: Tensor, groups: Groups, bias: Tensor | None) -> Tensor:
-    """Do what product() does by torch's grouped_mm, in bf16, for any ends; the host waits for nothing."""
     expert, inside = groups.of_rows(x)
-    with torch.autocast(x.device.type, enabled=False):
-        out = torch._grouped_mm(x, w, offs=groups.bounds(x)[1].int()).float()
+    if _grouped(x):
+        with torch.autocast(x.device.type, enabled=False):
+            out = torch._grouped_mm(x, w, offs=groups.bounds(x)[1].int()).float()
+    else:
+        out = torch.zeros(x.shape[0], w.shape[2], dtype=torch.float32, device=x.device)
+        with full_fp32(x.device):
+            for e, rows in groups.slices(x):
+                out[rows] = x[rows].float() @ w[e].float()
     if bias is not None:
         out += bias.flatten(1)[expert]
     return out.where(inside[:, None], 0)
@@ -57,10 +51,8 @@ def gradient(
     interleaved: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dy: [M, H], w: [E, H, I], gu: [M, P*I] -> as through(); rows of no expert are zeros."""
-    inside = groups.of_rows(gu)[1][:, None]
-    return through(
-        act, gu.where(inside, 0), product(dy, w, groups, None), groups, scale, interleaved
-    )
+    gu, dh = gu.where(groups.of_rows(gu)[1][:, None], 0), product(dy, w, groups, None)
+    return through(act, gu, dh, groups, scale, interleaved)
 
 
 def through(
@@ -85,13 +77,12 @@ def activation_gradient(act: Activation, gu: Tensor, dh: Tensor) -> tuple[Tensor
     if act.kind == "relu2":
         r = F.relu(gu)
         return 2 * dh * r, r * r
-    if act.kind not in ("swiglu", "clamped_swiglu", "geglu", "geglu_tanh"):
+    if act.kind not in ("swiglu", "clamped_swiglu", *GELU):
         raise NotImplementedError(f"no gradient of activation {act.kind!r} is implemented here")
     gate, up = gu.chunk(2, dim=-1)
-    if act.kind in ("geglu", "geglu_tanh"):
-        form = "tanh" if act.kind == "geglu_tanh" else "none"
-        value = F.gelu(gate, approximate=form)
-        slope = torch.ops.aten.gelu_backward(dh * up, gate, approximate=form)
+    if act.kind in GELU:
+        value = F.gelu(gate, approximate=GELU[act.kind])
+        slope = torch.ops.aten.gelu_backward(dh * up, gate, approximate=GELU[act.kind])
         return torch.cat((slope, dh * value), -1), value * up
     inside, within = ~(gate > act.limit), ~(up.abs() > act.limit)
     gate, up = gate.clamp(max=act.limit), up.clamp(-act.limit, act.limit) + act.up_offset
@@ -104,7 +95,11 @@ def activation_gradient(act: Activation, gu: Tensor, dh: Tensor) -> tuple[Tensor
 def weights(a: Tensor, b: Tensor, groups: Groups, num: int, dtype: torch.dtype) -> Tensor:
     """a: [M, N1], b: [M, N2] -> a^T b of each expert's rows [E, N1, N2], in fp32 or, where `dtype` is, in bf16."""
     if _grouped(a) and dtype == a.dtype:
-        return grouped_weights(a, b, groups)
+        begins, ends = groups.bounds(a)
+        rows_of = _without_gaps(a, groups).T, _without_gaps(b, groups)
+        with torch.autocast(a.device.type, enabled=False):
+            made = torch._grouped_mm(*rows_of, offs=ends.int())
+        return made.masked_fill_((begins == ends)[:, None, None], 0)
     out = torch.zeros(num, a.shape[1], b.shape[1], dtype=torch.float32, device=a.device)
     with full_fp32(a.device):
         for e, rows in groups.slices(a):
@@ -113,15 +108,6 @@ def weights(a: Tensor, b: Tensor, groups: Groups, num: int, dtype: torch.dtype) 
             else:
                 out[e] = a[rows].float().T @ b[rows].float()
     return out
-
-
-def grouped_weights(a: Tensor, b: Tensor, groups: Groups) -> Tensor:
-    """Do what weights() does by torch's grouped_mm, in bf16; the host waits for nothing."""
-    begins, ends = groups.bounds(a)
-    with torch.autocast(a.device.type, enabled=False):
-        rows = _without_gaps(a, groups).T, _without_gaps(b, groups)
-        out = torch._grouped_mm(*rows, offs=ends.int())
-    return out.masked_fill_((begins == ends)[:, None, None], 0)
 
 
 def column_sums(a: Tensor, groups: Groups) -> Tensor:
