@@ -20,11 +20,7 @@ from megamoe.core.errors import MegaMoEError
 from megamoe.formats.quantization import GROUP
 from megamoe.ops import operators
 from megamoe.ops.groups import Groups
-from megamoe.ops.operators import (
-    grouped_activation_gradient,
-    grouped_mm,
-    grouped_wgrad,
-)
+from megamoe.ops.operators import grouped_activation_gradient, grouped_mm, grouped_wgrad
 from megamoe.ops.reference import through
 
 Found = dict[str, Tensor | None]  # by the names of arguments
@@ -63,12 +59,6 @@ def rows_of(t: Tensor) -> Tensor:
     return t if legal and t.dtype == torch.bfloat16 else t.to(torch.bfloat16).contiguous()
 
 
-def _product(rows: Tensor, w: Tensor, call: Any) -> Tensor:
-    """rows: [M, K], w: [E, K, N], both bf16 -> [M, N], in the precision of the call."""
-    made: Tensor = grouped_mm(rows, w, call.offs, call.alignment, None, None, None, call.dynamic)[0]
-    return made
-
-
 def of_weights(
     dy: Tensor, x: Tensor, w: Tensor, names: tuple[str, str], call: Any
 ) -> tuple[Tensor | None, Tensor | None]:
@@ -95,7 +85,8 @@ def _of_first(dgu: Tensor, name: str, bias: str, call: Any) -> Found:
             planes = Activation(call.kind, *call.numbers).planes
             parts = planes if w.shape[2] // planes % GROUP else 1
         pairs = zip(rows.chunk(parts, 1), w.transpose(1, 2).chunk(parts, 1), strict=True)
-        made = [_product(part, matrices, call) for part, matrices in pairs]
+        rest = call.offs, call.alignment, None, None, None, call.dynamic
+        made = [grouped_mm(part, matrices, *rest)[0] for part, matrices in pairs]
         dx = made[0] if parts == 1 else made[0] + made[1]
     return {"x": dx, name: dw, bias: db}
 
@@ -103,33 +94,19 @@ def _of_first(dgu: Tensor, name: str, bias: str, call: Any) -> Found:
 # --- registration ---
 
 
-def _refusal(name: str) -> MegaMoEError:
-    return MegaMoEError(
-        f"a result of megamoe::{name} was differentiated, expected first derivatives in bf16 operands only: this "
-        "operator, a part of backward passes or for e4m3, has none"
-    )
+def _register(name: str, gradients: Callable[..., Found] | None = None) -> None:
+    """Register an operator's gradients in graphs and, as an autograd function past the dispatcher, of eager calls.
 
-
-def _refuse(name: str) -> None:
-    """Make a backward pass that comes to the operator of this name raise MegaMoEError."""
-
-    def backward(ctx: Any, *_: Any) -> Any:
-        raise _refusal(name)
-
-    _register(name, backward, lambda *_: None)
-
-
-def _differentiate(name: str, gradients: Callable[..., Found]) -> None:
-    """Let an operator's gradients be those of a function (call, *gradients of results), or None without these.
-
-    `call` has the arguments by name, which of them `needs` a gradient, and the pre-activations that it `saved`.
+    gradients: a function (call, *gradients of results), where `call` has the arguments by name, which of them `needs` a
+    gradient, and the pre-activations that it `saved`. Default: a backward pass raises MegaMoEError.
     """
     names = [a.name for a in getattr(torch.ops.megamoe, name).default._schema.arguments]
+    run = getattr(operators, name).planned
 
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         given = dict(zip(names, inputs, strict=True))
-        dynamic, quantizes = given["dynamic"], given.get("quantizes")
-        ctx.refused = given.get("x_scale") is not None or (quantizes and not dynamic)
+        quantizes = given.get("quantizes") and not given["dynamic"]
+        ctx.refused = gradients is None or quantizes or given.get("x_scale") is not None
         if ctx.refused:
             return
         if isinstance(output, tuple):
@@ -141,8 +118,11 @@ def _differentiate(name: str, gradients: Callable[..., Found]) -> None:
         ctx.save_for_backward(*tensors.values())
 
     def backward(ctx: Any, *results: Tensor | None) -> tuple[Tensor | None, ...]:
-        if ctx.refused:
-            raise _refusal(name)
+        if gradients is None or ctx.refused:
+            raise MegaMoEError(
+                f"a result of megamoe::{name} was differentiated, expected first derivatives in bf16 operands only: "
+                "this operator, a part of backward passes or for e4m3, has none"
+            )
         if all(t is None for t in results):
             return (None,) * len(names)
         needs = dict(zip(names, ctx.needs_input_grad, strict=False))  # torch leaves defaults out
@@ -150,26 +130,19 @@ def _differentiate(name: str, gradients: Callable[..., Found]) -> None:
         found = gradients(SimpleNamespace(needs=needs, **ctx.others, **tensors), *results)
         return tuple(found.get(n) if needs.get(n) else None for n in names)
 
-    _register(name, backward, setup_context)
-
-
-def _register(name: str, backward: Callable[..., Any], setup: Callable[..., None]) -> None:
-    """Register them in graphs and, as an autograd function past the dispatcher, of eager calls."""
-    run = getattr(operators, name).planned
-    torch.library.register_autograd(f"megamoe::{name}", backward, setup_context=setup)
-
     def forward(ctx: Any, *args: Any) -> Any:
         out = run(*args)
         setup(ctx, args, out)
         return out
 
+    torch.library.register_autograd(f"megamoe::{name}", backward, setup_context=setup)
     methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     operators.recorded[name] = type(f"megamoe::{name}", (torch.autograd.Function,), methods)
 
 
 def register() -> None:
     """Give the operators their gradients. Once."""
-    _differentiate("grouped_mm", _of_mm)
-    _differentiate("grouped_mlp", _of_mlp)
-    for part in ("activation_gradient", "wgrad"):
-        _refuse(f"grouped_{part}")
+    _register("grouped_mm", _of_mm)
+    _register("grouped_mlp", _of_mlp)
+    _register("grouped_activation_gradient")
+    _register("grouped_wgrad")
