@@ -29,6 +29,7 @@ from megamoe.ops.scales import by_block, num_places
 Placed = tuple[Tensor | None, Tensor | None, bool]
 MAX_ROWS = (1 << 31) - 256
 MAX_WIDTH = 1 << 24
+BIASES = torch.float32, torch.bfloat16
 ALIGNMENTS = tuple(1 << bits for bits in range(9))
 
 
@@ -98,14 +99,6 @@ def check_weights(name: str, w: Tensor, x: Tensor) -> None:
     check_place(name, w)
 
 
-@unless_known
-def check_planes(name: str, w: Tensor, planes: int) -> None:
-    """Raise ArgumentError unless w [E, H, P*I], checked, has columns for `planes` that TMA takes."""
-    unit = planes * STRIDE_BYTES // w.element_size()
-    if w.shape[2] % unit:
-        refuse(f"{name}.shape", list(w.shape), f"[experts, H, a multiple of {unit}]: gate and up")
-
-
 def interleaved(glu: object, act: Activation) -> bool:
     """Return True if gate and up columns alternate; False if they are halves, or not gated."""
     if glu not in ("halves", "interleaved"):
@@ -125,10 +118,7 @@ def check_groups(groups: Groups, num_experts: int, x: Tensor) -> None:
         return
     if not isinstance(offs, Tensor):
         refuse("offs", offs, "a tensor, int32")
-    check_memory("offs", offs)
-    _check_type("offs", offs, x, torch.int32)
-    if tuple(offs.shape) != (num_experts,):
-        refuse("offs.shape", list(offs.shape), f"[{num_experts}]: where each expert ends")
+    check_tensor("offs", offs, x, ((num_experts,),), torch.int32)
     if not offs.is_contiguous():
         refuse("offs.stride()", offs.stride(), "1")
 
@@ -141,39 +131,25 @@ def num_ends(groups: Groups, x: Tensor) -> int:
     return num
 
 
-@unless_known
-def check_bias(name: str, bias: Tensor | None, num_experts: int, width: int, x: Tensor) -> None:
-    """bias: [E, width], fp32 or bf16."""
-    if bias is None:
-        return
-    _check_type(name, bias, x, torch.float32, torch.bfloat16)
-    if tuple(bias.shape) != (num_experts, width):
-        refuse(f"{name}.shape", list(bias.shape), f"[{num_experts}, {width}]")
-
-
-@unless_known
-def check_row_scale(row_scale: Tensor | None, x: Tensor) -> None:
-    """row_scale: [M] fp32, contiguous."""
-    if row_scale is not None:
-        _check_scales("row_scale", row_scale, ((x.shape[0],),), x)
-        if x.shape[0] > 1 and row_scale.stride(0) != 1:
-            refuse("row_scale.stride()", row_scale.stride(), "1")
-
-
 class Given(NamedTuple):
-    """Hold the operands of a product: x [M, K], w [E, K, N], whose columns are `planes`, halves or interleaved."""
+    """Hold the operands of a product: x [M, K], w [E, K, N], whose columns are `planes`, halves or interleaved.
+
+    row_scale: [M] fp32, contiguous. quantizes: the result is e4m3.
+    """
 
     x: Tensor
     w: Tensor
     groups: Groups
-    bias: Tensor | None
+    bias: Tensor | None = None
+    row_scale: Tensor | None = None
     planes: int = 1
     interleaved: bool = False
+    quantizes: bool = False
     names: tuple[str, str, str] = ("mat_a", "mat_b", "bias")
     num_recipes: int = len(_PAIRS)  # that have a kernel; the first ones
 
     def check(self, scales: tuple[Any, ...], recipe: object = None) -> Placed:
-        """Return the scales of x by block and of w [E, P, N, K], and whether the call makes both.
+        """Return the scales of x by block and of w [E, P, N, K] as kernels read them, and whether the call makes both.
 
         scales: of x, its recipe, of w, its recipe, or empty.
         """
@@ -181,40 +157,45 @@ class Given(NamedTuple):
         if recipe not in (None, "blockwise") or (recipe is not None and scales):
             refuse("recipe", repr(recipe), "'blockwise' or None, and None with scales")
         if scales:
-            scale_a, recipe_a, scale_b, recipe_b = scales
+            a, recipe_a, b, recipe_b = scales
             recipes, known = (recipe_a, recipe_b), _PAIRS[: self.num_recipes]
             check_choice("(scale_recipe_a, scale_recipe_b)", recipes, known)
         check_rows(of_x, x, dtype=E4M3 if scales else torch.bfloat16)
         check_weights(of_w, w, x)
-        num, k, width = w.shape
+        (num, k, width), shape = w.shape, (f"{of_w}.shape", list(w.shape))
         if k != x.shape[1]:
-            refuse(f"{of_w}.shape", list(w.shape), f"[experts, {x.shape[1]}, N]")
+            refuse(*shape, f"[experts, {x.shape[1]}, N]")
         check_groups(self.groups, num, x)
-        check_bias(of_bias, self.bias, num, width, x)
-        if recipe is not None and (k % STRIDE_BYTES or width // self.planes % STRIDE_BYTES):
+        if self.bias is not None:
+            check_tensor(of_bias, self.bias, x, ((num, width),), *BIASES)
+        if self.row_scale is not None:
+            check_tensor("row_scale", self.row_scale, x, ((x.shape[0],),))
+            if not self.row_scale.is_contiguous():
+                refuse("row_scale.stride()", self.row_scale.stride(), "1")
+        if width % (unit := self.planes * STRIDE_BYTES // w.element_size()):
+            refuse(*shape, f"[experts, H, a multiple of {unit}]: gate and up")
+        of_plane = width // self.planes
+        if recipe is not None and (k % STRIDE_BYTES or of_plane % STRIDE_BYTES):
             # of copies in e4m3, the transposed ones too
-            refuse(f"{of_w}.shape", list(w.shape), f"widths that are multiples of {STRIDE_BYTES}")
+            refuse(*shape, f"widths that are multiples of {STRIDE_BYTES}")
+        if self.quantizes and of_plane % STRIDE_BYTES:
+            refuse(*shape, f"{'N' if self.planes == 1 else 'I'} a multiple of 16, to quantize")
         if not scales:
             return None, None, recipe is not None
-        return *self._placed(scale_a, scale_b, recipes), False
-
-    def _placed(self, a: Any, b: Any, recipes: Any) -> tuple[Tensor, Tensor]:
-        """Return scales as kernels read them."""
-        (num, k, width), rows = self.w.shape, self.x.shape[0]
-        planes = 1 if self.interleaved else self.planes
+        planes, rows = 1 if self.interleaved else self.planes, x.shape[0]
         groups, places = num_groups(k), num_places(rows, num)
-        blocks, by_row = recipes[1] == _BLOCKS, recipes[0] == _ROWS
+        blocks, per_row = recipes[1] == _BLOCKS, recipes[0] == _ROWS
         of_blocks = (num, groups, planes * num_groups(width // planes))
-        _check_scales("scale_b", b, (of_blocks if blocks else (num, width),), self.x)
-        shapes = ((rows,), (1, places)) if by_row else ((rows, groups), (groups, places))
-        _check_scales("scale_a", a, shapes, self.x)
+        check_tensor("scale_b", b, x, (of_blocks if blocks else (num, width),))
+        shapes = ((rows,), (1, places)) if per_row else ((rows, groups), (groups, places))
+        check_tensor("scale_a", a, x, shapes)
         if tuple(a.shape) == shapes[0]:
             a = by_block(a.reshape(rows, -1), self.groups, num)
         b = b.transpose(1, 2) if blocks else b.reshape(num, -1, 1)
         a, b = a.contiguous(), b.contiguous()
         check_place("scale_a", a)
         check_place("scale_b", b)
-        return a, b
+        return a, b, False
 
 
 @unless_known
@@ -266,16 +247,13 @@ def outer_of_e4m3(
     """mat_a: [B, N1', 128], mat_b: [B, N2', 128], as quantize() transposes them -> both, and their scales."""
     scale_a, recipe_a, scale_b, recipe_b = scales
     check_choice("(scale_recipe_a, scale_recipe_b)", (recipe_a, recipe_b), _PAIRS[:1])
-    others = mat_b, groups.offs, scale_a, scale_b
     shape = num_ends(groups, mat_a), *(*out.shape, 1, 1)[1:3]
-    check_sums("out", out, shape, mat_a, others)
+    check_sums(out, shape, mat_a, mat_b, groups.offs, scale_a, scale_b)
     blocks, (n1, n2) = max(len(mat_a), shape[0]), map(num_groups, shape[1:])
     for name, t, n in ("mat_a", mat_a, n1), ("mat_b", mat_b, n2):
-        _check_type(name, t, out, E4M3)
-        if list(t.shape) != (expected := [blocks, n * GROUP, GROUP]):
-            refuse(f"{name}.shape", list(t.shape), str(expected))
-    _check_scales("scale_a", scale_a, ((blocks + 1, n1 * GROUP),), mat_a)
-    _check_scales("scale_b", scale_b, ((n2, blocks + 1),), mat_a)
+        check_tensor(name, t, out, ((blocks, n * GROUP, GROUP),), E4M3)
+    check_tensor("scale_a", scale_a, mat_a, ((blocks + 1, n1 * GROUP),))
+    check_tensor("scale_b", scale_b, mat_a, ((n2, blocks + 1),))
     return [t.contiguous() for t in (mat_a, mat_b, scale_a, scale_b)]
 
 
@@ -297,23 +275,22 @@ def check_place(name: str, t: Tensor) -> None:
 
 
 @unless_known
-def _check_scales(
-    name: str, scale: Tensor | None, shapes: Sequence[tuple[int, ...]], like: Tensor
+def check_tensor(
+    name: str, t: Any, like: Tensor, shapes: Sequence[tuple[int, ...]], *types: torch.dtype
 ) -> None:
-    """scale: of one of these shapes, fp32."""
+    """t: dense, of one of these shapes and types; scales of fp32."""
 
     # Not made unless it is said: dynamic sizes of torch.compile have no text.
     def expected() -> str:
         return " or ".join(str(list(shape)) for shape in shapes)
 
-    if not isinstance(scale, Tensor):
-        refuse(name, scale, f"scales {expected()} of e4m3")
-        return
-    check_kind(name, scale)
-    check_memory(name, scale)
-    _check_type(name, scale, like, torch.float32)
-    if tuple(scale.shape) not in shapes:
-        refuse(f"{name}.shape", list(scale.shape), expected())
+    if not isinstance(t, Tensor):
+        refuse(name, t, f"scales {expected()} of e4m3")
+    check_kind(name, t)
+    check_memory(name, t)
+    _check_type(name, t, like, *(types or (torch.float32,)))
+    if tuple(t.shape) not in shapes:
+        refuse(f"{name}.shape", list(t.shape), expected())
 
 
 def _check_type(name: str, t: Tensor, like: Tensor | None, *types: torch.dtype) -> None:
@@ -331,22 +308,18 @@ def _check_width(name: str, width: int, t: Tensor) -> None:
         refuse(name, list(t.shape), f"widths that are multiples of {unit}, up to {MAX_WIDTH}")
 
 
-def check_sums(
-    name: str, out: Tensor, shape: tuple[int, ...], like: Tensor, others: Sequence[Tensor | None]
-) -> None:
+def check_sums(out: Tensor, shape: tuple[int, ...], like: Tensor, *others: Tensor | None) -> None:
     """out: of a shape, bf16 or fp32, as TMA writes it. like, others: what is read meanwhile."""
-    _check_type(name, out, like, torch.bfloat16, torch.float32)
-    if tuple(out.shape) != shape:
-        refuse(f"{name}.shape", list(out.shape), str(list(shape)))
+    check_tensor("out", out, like, (shape,), torch.bfloat16, torch.float32)
     if out.requires_grad:
-        refuse(f"{name}.requires_grad", True, "False: it is written in place")
-    check_strides(name, out)
+        refuse("out.requires_grad", True, "False: it is written in place")
+    check_strides("out", out)
     if overlaps_itself(out):
-        refuse(f"{name}.stride()", out.stride(), f"places of their own for all of {list(shape)}")
-    check_place(name, out)
+        refuse("out.stride()", out.stride(), f"places of their own for all of {list(shape)}")
+    check_place("out", out)
     if torch.compiler.is_compiling():
         return
     if out.is_neg():
-        refuse(name, "a negative view", "a tensor as it lies in memory")
+        refuse("out", "a negative view", "a tensor as it lies in memory")
     if shares(out, (like, *others)):
-        refuse(name, "in a storage that the call reads", "a storage of its own")
+        refuse("out", "in a storage that the call reads", "a storage of its own")

@@ -154,15 +154,12 @@ def grouped_mm_act(
     """
     act = activation_by_name(activation)
     checks.check_mode(mat_a=mat_a, mat_b=mat_b, bias=bias, row_scale=row_scale)
-    checks.check_row_scale(row_scale, mat_a)
     interleaved, groups = checks.interleaved(glu, act), Groups(offs, alignment)
     checks.check_choice("output_dtype", output_dtype, (torch.bfloat16, quantization.E4M3))
     quantizes = output_dtype == quantization.E4M3
-    given = Given(mat_a, mat_b, groups, bias, act.planes, interleaved, num_recipes=2)
+    columns = act.planes, interleaved, quantizes
+    given = Given(mat_a, mat_b, groups, bias, row_scale, *columns, num_recipes=2)
     of = given.check(scales, recipe)
-    checks.check_planes("mat_b", mat_b, act.planes)
-    if quantizes and mat_b.shape[2] // act.planes % 16:
-        checks.refuse("mat_b.shape", list(mat_b.shape), "I a multiple of 16, to quantize h")
     by_block = recipe is not None or (scales and scales[3] == ScalingType.BlockWise128x128)
     if transposed and not (quantizes and by_block):
         checks.refuse("transposed", True, "False unless h is e4m3 and operands are FP8 by block")
@@ -216,10 +213,10 @@ def grouped_mm_dact(
     """
     act = activation_by_name(activation)
     checks.check_mode(grad=grad, mat_b=mat_b, pre=pre, row_scale=row_scale)
-    checks.check_row_scale(row_scale, grad)
     interleaved, groups = checks.interleaved(glu, act), Groups(offs, alignment)
     names = "grad", "mat_b", ""
-    of = Given(grad, mat_b, groups, None, names=names, num_recipes=1).check(scales, recipe)
+    given = Given(grad, mat_b, groups, None, row_scale, names=names, num_recipes=1)
+    of = given.check(scales, recipe)
     checks.check_rows("pre", pre, grad)
     if pre.shape[1] != act.planes * mat_b.shape[2]:
         expected = f"[{grad.shape[0]}, {act.planes * mat_b.shape[2]}]"
@@ -260,14 +257,13 @@ def grouped_mm_wgrad(
         ArgumentError: A tensor is invalid.
     """
     checks.check_mode(mat_a=mat_a, mat_b=mat_b, out=out)
-    groups = Groups(offs, alignment)
+    groups, of = Groups(offs, alignment), list[Tensor]()
     if scales:
         a, b, *of = checks.outer_of_e4m3(mat_a, mat_b, scales, groups, out)
-        operators.grouped_wgrad_add(a, b, *groups, out, *of)
-        return out
-    a, b, num = checks.outer(mat_a, mat_b, groups)
-    checks.check_sums("out", out, (num, a.shape[1], b.shape[1]), a, (b, offs))
-    operators.grouped_wgrad_add(a, b, *groups, out)
+    else:
+        a, b, num = checks.outer(mat_a, mat_b, groups)
+        checks.check_sums(out, (num, a.shape[1], b.shape[1]), a, b, offs)
+    operators.grouped_wgrad_add(a, b, *groups, out, *of)
     return out
 
 
@@ -305,22 +301,21 @@ def grouped_mlp(
     """
     act = activation_by_name(activation)
     checks.check_mode(x=x, w_up=w_up, w_down=w_down, b_up=b_up, b_down=b_down, row_scale=row_scale)
-    checks.check_row_scale(row_scale, x)
     if offs is None and w_up.dim() == w_down.dim() == 2:
         w_up, w_down = w_up[None], w_down[None]
         b_up, b_down = (b if b is None else b[None] for b in (b_up, b_down))
     interleaved, groups = checks.interleaved(glu, act), Groups(offs, alignment)
-    first = Given(x, w_up, groups, b_up, act.planes, interleaved, ("x", "w_up", "b_up"))
-    *_, dynamic = first.check((), recipe)
-    checks.check_planes("w_up", w_up, act.planes)
+    given = Given(x, w_up, groups, b_up, row_scale, act.planes, names=("x", "w_up", "b_up"))
+    *_, dynamic = given.check((), recipe)
     num, hidden, width = len(w_up), w_up.shape[1], w_up.shape[2] // act.planes
     if list(w_down.shape) != [num, width, hidden]:
         checks.refuse("w_down.shape", list(w_down.shape), f"[{num}, {width}, {hidden}]")
     checks.check_weights("w_down", w_down, x)
-    checks.check_bias("b_down", b_down, num, hidden, x)
+    if b_down is not None:
+        checks.check_tensor("b_down", b_down, x, ((num, hidden),), *checks.BIASES)
     saves = records((x, w_up, w_down, b_up, b_down, row_scale))
-    of = act.kind, _numbers(act), interleaved, saves, dynamic, row_scale
-    y: Tensor = operators.grouped_mlp(x, w_up, w_down, *groups, b_up, b_down, *of)[0]
+    call = x, w_up, w_down, *groups, b_up, b_down, act.kind, _numbers(act), interleaved
+    y: Tensor = operators.grouped_mlp(*call, saves, dynamic, row_scale)[0]
     return y
 
 
@@ -366,25 +361,18 @@ def quantize(
             return rows_by_group(x, *given)
         q, scale = quantization.quantize_tokens(x)
         return q, by_block(scale, *given) if given else scale[:, 0]
-    w = x.detach().transpose(1, 2)
-    if by_row:
-        q, scale = quantization.quantize_channels(w)
-        return q.transpose(1, 2), scale[..., 0]
-    q, scale = quantization.quantize_blockwise(w, 1 if glu is None else 2)
-    return q.transpose(1, 2), scale.transpose(1, 2)
+    make = quantization.quantize_channels if by_row else quantization.quantize_blockwise
+    q, scale = make(x.detach().mT, 1 if glu is None else 2)
+    return q.mT, scale[..., 0] if by_row else scale.mT
 
 
 def _product(
     given: Given, scales: tuple[Any, ...], recipe: Recipe | None, dtype: torch.dtype | None
 ) -> Any:
-    if given.x.dim() == 2 and given.x.stride(1) != 1:
-        given = given._replace(x=given.x.contiguous())
-    of, quantizes = given.check(scales, recipe), dtype == quantization.E4M3
-    if quantizes and given.w.shape[2] % 16:
-        checks.refuse("mat_b.shape", list(given.w.shape), "N a multiple of 16, to quantize")
-    call = given.x, given.w, *given.groups, given.bias, *of, quantizes
-    out, _, scale, *_ = operators.grouped_mm(*call)
-    return (out, scale) if quantizes else out
+    given = given._replace(x=checks.by_row(given.x), quantizes=dtype == quantization.E4M3)
+    call = given.x, given.w, *given.groups, given.bias, *given.check(scales, recipe)
+    out, _, scale, *_ = operators.grouped_mm(*call, given.quantizes)
+    return (out, scale) if given.quantizes else out
 
 
 def _numbers(act: Activation) -> tuple[float, ...]:
