@@ -90,15 +90,12 @@ class Gemm:
             places += _maps(3, args.gu, (_rows if self.reads else _ragged)(gu, planes))
         if h is not None:
             places.append(Place(4, args.hs, *_ragged(h)))
-        if self.transposed:
-            maps = (4, args.hs), (12, gemm.a[1])
-            blocks = zip(maps, self.transposed[::2], strict=False)
-            places += [Place(i, field, *_rows(t.flatten(0, 1))) for (i, field), t in blocks]
-            places += [
-                *_pointers(4, own, "blocks"),
-                *_pointers(13, own, "hs_scale", "dgu_columns_scale"),
-                Place(12, abi.pointer(own.blocks, 8)),
-            ]
+        maps = (4, args.hs, "hs_scale"), (12, gemm.a[1], "dgu_columns_scale")
+        blocks = zip(self.transposed[::2], maps, strict=False)
+        for i, (q, (tensor, field, name)) in enumerate(blocks):
+            places.append(Place(tensor, field, *_rows(q.flatten(0, 1))))
+            places.append(Place(tensor, abi.pointer(own.blocks, 8 * i)))
+            places += _pointers(13 + i, own, name)
         for i, (tensor, t) in enumerate(((2, self.out), (4, h) if self.reads else (3, gu))):
             if t is not None:
                 own.cleared_row_bytes[i] = t.shape[1] * t.element_size()

@@ -63,8 +63,7 @@ def grouped_mm(
             checks.refuse("mat_b.shape", list(mat_b.shape), "[experts, K, N] beside bias or recipe")
         a, b, num = checks.outer(mat_a, mat_b, Groups(offs, alignment))
         fp32 = out_dtype == torch.float32
-        made: Tensor = operators.grouped_wgrad(a, b, offs, alignment, num, fp32, False)[0]
-        return made
+        return operators.grouped_wgrad(a, b, offs, alignment, num, fp32, False)[0]
     return _product(Given(mat_a, mat_b, Groups(offs, alignment), bias), (), recipe, out_dtype)
 
 
@@ -315,8 +314,7 @@ def grouped_mlp(
         checks.check_tensor("b_down", b_down, x, ((num, hidden),), *checks.BIASES)
     saves = records((x, w_up, w_down, b_up, b_down, row_scale))
     call = x, w_up, w_down, *groups, b_up, b_down, act.kind, _numbers(act), interleaved
-    y: Tensor = operators.grouped_mlp(*call, saves, dynamic, row_scale)[0]
-    return y
+    return operators.grouped_mlp(*call, saves, dynamic, row_scale)[0]
 
 
 @repeats

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache, wraps
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -30,9 +30,10 @@ from megamoe.formats.quantization import E4M3, GROUP, num_groups
 from megamoe.jit.grouped import GroupedVariant
 from megamoe.jit.recording import made
 from megamoe.launch.panels import TILE_COLUMNS
+from megamoe.launch.passes import Pair
 from megamoe.ops import reference
 from megamoe.ops.arguments import Gemm, Outer
-from megamoe.ops.calls import is_observed, repeats
+from megamoe.ops.calls import F, is_observed, repeats
 from megamoe.ops.groups import Groups, tails
 from megamoe.ops.machines import machine_of
 from megamoe.ops.operands import (
@@ -48,7 +49,6 @@ from megamoe.ops.scales import num_places
 
 recorded: dict[str, Any] = {}  # the autograd functions of eager calls, by operator: gradients.py
 _variant = cache(GroupedVariant)
-_WEIGHTS, _E4M3_WEIGHTS = _variant("weights"), _variant("weights-e4m3")
 
 
 class Fused(NamedTuple):
@@ -65,19 +65,17 @@ class Fused(NamedTuple):
         return _variant(name, self.act and self.act.kind)
 
 
-_PLAIN = Fused()
-
-
 def _fused(kind: str, numbers: Sequence[float] | None, interleaved: bool) -> Fused:
     act = Activation(kind, *(numbers or ())) if kind else None
     columns = 1 if act is None else act.planes
     return Fused(act, interleaved, columns, 1 if interleaved else columns)
 
 
-def _op(shapes: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
-    """Register an operator with the shapes of its results. Eager calls go past the dispatcher, which takes longer."""
+def _op(shapes: Callable[..., Any]) -> Callable[[F], F]:
+    """Register an operator. shapes: of its results, by arguments of the same names. Eager calls skip the dispatcher."""
+    read = shapes.__code__.co_varnames[: shapes.__code__.co_argcount]
 
-    def register(run: Callable[..., Any]) -> Any:
+    def register(run: F) -> F:
         name, defaults = run.__name__, run.__defaults__ or ()
         names = run.__code__.co_varnames[: run.__code__.co_argcount]
         written = [n for n in names if n == "out"]
@@ -86,7 +84,7 @@ def _op(shapes: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
         def whole(args: tuple[Any, ...]) -> tuple[Any, ...]:
             return *args, *defaults[len(args) - len(names) + len(defaults) :]
 
-        custom.register_fake(lambda *args: shapes(*whole(args)))
+        custom.register_fake(lambda *args: shapes(*(whole(args)[names.index(n)] for n in read)))
 
         @wraps(run)
         def call(*args: Any) -> Any:
@@ -103,14 +101,14 @@ def _op(shapes: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
 
         marked: Any = call
         marked.planned = planned = repeats(run, seen=True)
-        return call
+        return cast(F, call)
 
     return register
 
 
 @_op(
-    lambda x, w, offs, alignment, bias, x_scale, w_scale, dynamic, quantizes, *of: _empty_hidden(
-        x, w.shape[2], len(w), _fused(*of[:3]), of[3], quantizes
+    lambda x, w, quantizes, kind, numbers, interleaved, saves: _empty_hidden(
+        x, w, _fused(kind, numbers, interleaved), saves, quantizes
     )
 )
 def grouped_mm(
@@ -129,7 +127,7 @@ def grouped_mm(
     return _activated(given, groups, bias, fused, saves, quantizes, row_scale)
 
 
-@_op(lambda dy, w, gu, *rest: _empty_gradients(gu, w, *rest[-2:]))
+@_op(lambda gu, w, row_scale, quantizes: _empty_gradients(gu, w, row_scale, quantizes))
 def grouped_activation_gradient(
     dy: Tensor, w: Tensor, gu: Tensor, offs: Tensor | None, alignment: int, kind: str,
     numbers: Sequence[float], interleaved: bool, dy_scale: Tensor | None = None,
@@ -158,18 +156,18 @@ def grouped_activation_gradient(
         return q, of_h[0], d_scale, scale, of_h[1], *transposed_rows(dgu, groups, len(w), True)
     gemm = Gemm(given, groups, dgu, None, fused.act, interleaved, gu=gu, h=h, reads=True)
     if quantizes:
-        gemm.h, gemm.out_scale, gemm.transposed = None, of[0], (h, of[1], *of[2:])
+        gemm.h, gemm.out_scale, gemm.transposed = None, of[0], (h, *of[1:])
     if row_scale is not None:
         parts = d_scale.new_zeros(len(gu), -(-h.shape[1] // TILE_COLUMNS) + 1)
         gemm.row_scale, gemm.d_scale = row_scale, parts
-    _run(machine, variant, gemm)
+    _run(machine, variant, gemm, (dgu, h, d_scale, *of))
     return dgu, h, d_scale if row_scale is None else parts.sum(1), *of
 
 
 @_op(
-    lambda x, w, w_down, *rest: (
+    lambda x, w_up, w_down, saves: (
         _empty(x, len(x), w_down.shape[2]),
-        _empty(x, *((len(x), w.shape[2]) if rest[7] else (0,))),
+        _empty(x, len(x), w_up.shape[2], wanted=saves),
     )
 )
 def grouped_mlp(
@@ -183,11 +181,11 @@ def grouped_mlp(
     first = quantized(first, groups) if dynamic else first
     h, gu, scale, *_ = _activated(first, groups, b_up, fused, saves, dynamic, row_scale)
     second = Operands(h, w_down, scale if dynamic else None)
-    y, *_ = _activated(quantized(second, groups) if dynamic else second, groups, b_down)
+    y, *_ = _activated(quantized(second, groups) if dynamic else second, groups, b_down, Fused())
     return y, gu
 
 
-@_op(lambda a, b, offs, alignment, *rest: _empty_weights(a, b, *rest))
+@_op(lambda a, b, num_experts, fp32, sums: _empty_weights(a, b, num_experts, fp32, sums))
 def grouped_wgrad(
     a: Tensor, b: Tensor, offs: Tensor | None, alignment: int, num_experts: int, fp32: bool,
     sums: bool,
@@ -198,28 +196,28 @@ def grouped_wgrad(
     return out, total
 
 
-@_op(lambda *_: None)
+@_op(lambda: None)
 def grouped_wgrad_add(
     a: Tensor, b: Tensor, offs: Tensor | None, alignment: int, out: Tensor,
     a_scale: Tensor | None = None, b_scale: Tensor | None = None,
 ) -> None:  # fmt: skip
     """out: [E, N1, N2] bf16 or fp32, contiguous in N2, += a^T b of each expert's rows; with scales, of transposed."""
-    _sum_outer(a, b, Groups(offs, alignment), out, None, True, (a_scale, b_scale))
+    scales = () if a_scale is None or b_scale is None else (a_scale, b_scale)
+    _sum_outer(a, b, Groups(offs, alignment), out, None, True, scales)
 
 
 def _sum_outer(
     a: Tensor, b: Tensor, groups: Groups, out: Tensor, sums: Tensor | None, adds: bool,
-    scales: tuple[Any, Any] = (None, None),
+    scales: tuple[Any, ...] = (),
 ) -> None:  # fmt: skip
-    a_scale, b_scale = scales
-    variant = _WEIGHTS if a_scale is None else _E4M3_WEIGHTS
+    variant = _variant("weights-e4m3" if scales else "weights")
     a, b, machine = _aligned(a), _aligned(b), machine_of(a.device, variant)
     if machine is not None and len(a):
-        beside = tails(a, b, groups) if a_scale is None else (a_scale, b_scale)
+        beside = scales or tails(a, b, groups)
         machine.run(variant, Outer(a, b, beside, groups, out, sums, adds))
         return
-    if a_scale is not None:
-        a, b, groups = rows_of_transposed((a, a_scale), (b, b_scale), groups)
+    if scales:
+        a, b, groups = rows_of_transposed((a, scales[0]), (b, scales[1]), groups)
         a, b = a[:, : out.shape[1]], b[:, : out.shape[2]]
     made = reference.weights(a, b, groups, len(out), out.dtype)
     out.add_(made) if adds else out.copy_(made)
@@ -228,7 +226,7 @@ def _sum_outer(
 
 
 def _activated(
-    given: Operands, groups: Groups, bias: Tensor | None, fused: Fused = _PLAIN,
+    given: Operands, groups: Groups, bias: Tensor | None, fused: Fused,
     saves: bool = False, quantizes: int = 0, row_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return h, or the product if there is no activation; gu if it is saved; the scales of h in e4m3; h transposed."""
@@ -237,75 +235,74 @@ def _activated(
     stage = "product" if fused.act is None else "saving" if saves else "activation"
     variant = fused.variant(stage, given, ("", "-quantizes", "-quantizes-transposes")[quantizes])
     machine = machine_of(given.x.device, variant)
-    num, _, width = given.w.shape
-    h, gu, scale, *_ = empty = _empty_hidden(given.x, width, num, fused, saves, quantizes)
+    h, gu, scale, *_ = empty = _empty_hidden(given.x, given.w, fused, saves, quantizes)
     if machine is None:
         call = *dequantized(given, groups), groups, bias, fused.act, row_scale, fused.interleaved
         wide, pre = reference.activation(*call)
         if quantizes:
-            h, scale = rows_by_group(wide, groups, num)
-        of = transposed_rows(wide.bfloat16(), groups, num) if quantizes > 1 else empty[3:]
+            h, scale = rows_by_group(wide, groups, len(given.w))
+        of = transposed_rows(wide.bfloat16(), groups, len(given.w)) if quantizes > 1 else empty[3:]
         return h if quantizes else wide.bfloat16(), pre.bfloat16() if saves else gu, scale, *of
     left, of_h = gu if saves else None, scale if quantizes else None
     bias = None if bias is None else bias.float().contiguous()
     gemm = Gemm(given, groups, h, bias, *fused[:2], left, None, of_h, row_scale)
     gemm.transposed = empty[3:] if quantizes > 1 else ()
-    _run(machine, variant, gemm)
+    _run(machine, variant, gemm, empty)
     return empty
 
 
-def _run(machine: Any, variant: GroupedVariant, gemm: Gemm) -> None:
+def _run(machine: Any, variant: GroupedVariant, gemm: Gemm, results: Sequence[Tensor]) -> None:
     if len(gemm.out):
         machine.run(variant, gemm)
     else:
-        for t in (gemm.out_scale, *gemm.transposed):
-            if t is not None:
-                t.zero_()
+        for t in results:
+            t.zero_()
 
 
 def _empty_hidden(
-    x: Tensor, width: int, num: int, fused: Fused, saves: bool, quantizes: int
+    x: Tensor, w: Tensor, fused: Fused, saves: bool, quantizes: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """width: of w's columns, P*I. What is not requested is empty: schemas have no optional results."""
-    of_h = width // fused.columns
-    h, scale = _empty_rows(x, of_h, num, quantizes > 0)
-    gu = _empty(x, *((len(x), width) if saves else (0,)))
-    return h, gu, scale, *_empty_transposed(x, of_h, num, quantizes > 1)
+    of_h = w.shape[2] // fused.columns
+    h, scale = _empty_rows(x, of_h, len(w), quantizes > 0)
+    gu = _empty(x, len(x), w.shape[2], wanted=saves)
+    return h, gu, scale, *_empty_transposed(x, of_h, len(w), quantizes > 1)
 
 
 def _empty_gradients(gu: Tensor, w: Tensor, row_scale: Tensor | None, quantizes: bool) -> Any:
-    num, width, rows = len(w), gu.shape[1], 0 if row_scale is None else len(gu)
+    num, width = len(w), gu.shape[1]
     dgu, scale = _empty_rows(gu, width, num, quantizes)
     h, of_h = _empty_transposed(gu, w.shape[2], num, quantizes)
     h = h if quantizes else _empty(gu, len(gu), w.shape[2])
     columns = _empty_transposed(gu, width, num, quantizes, True)
-    return dgu, h, _empty(gu, rows, dtype=torch.float32), scale, of_h, *columns
+    d_scale = _empty(gu, len(gu), dtype=torch.float32, wanted=row_scale is not None)
+    return dgu, h, d_scale, scale, of_h, *columns
 
 
-def _empty_rows(like: Tensor, width: int, num: int, e4m3: bool) -> tuple[Tensor, Tensor]:
-    of = (num_groups(width), num_places(len(like), num)) if e4m3 else (0,)
+def _empty_rows(like: Tensor, width: int, num: int, e4m3: bool) -> Pair:
     rows = _empty(like, len(like), width, dtype=E4M3 if e4m3 else torch.bfloat16)
-    return rows, _empty(like, *of, dtype=torch.float32)
+    places = num_groups(width), num_places(len(like), num)
+    return rows, _empty(like, *places, dtype=torch.float32, wanted=e4m3)
 
 
 def _empty_transposed(
     like: Tensor, width: int, num: int, wanted: bool, by_column: bool = False
-) -> tuple[Tensor, Tensor]:
+) -> Pair:
     groups, blocks = num_groups(width), num_places(len(like), num) // GROUP
     of = (blocks + 1, groups * GROUP) if by_column else (groups, blocks + 1)
-    q = _empty(like, *((blocks, groups * GROUP, GROUP) if wanted else (0,)), dtype=E4M3)
-    return q, _empty(like, *(of if wanted else (0,)), dtype=torch.float32)
+    q = _empty(like, blocks, groups * GROUP, GROUP, dtype=E4M3, wanted=wanted)
+    return q, _empty(like, *of, dtype=torch.float32, wanted=wanted)
 
 
-def _empty_weights(
-    a: Tensor, b: Tensor, num_experts: int, fp32: bool, sums: bool
-) -> tuple[Tensor, Tensor]:
+def _empty_weights(a: Tensor, b: Tensor, num_experts: int, fp32: bool, sums: bool) -> Pair:
     out = _empty(a, num_experts, a.shape[1], b.shape[1], dtype=torch.float32 if fp32 else a.dtype)
-    return out, _empty(a, *((num_experts, a.shape[1]) if sums else (0,)), dtype=torch.float32)
+    return out, _empty(a, num_experts, a.shape[1], dtype=torch.float32, wanted=sums)
 
 
-def _empty(like: Tensor, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return made(like.new_empty(*shape, dtype=dtype))
+def _empty(
+    like: Tensor, *shape: int, dtype: torch.dtype = torch.bfloat16, wanted: bool = True
+) -> Tensor:
+    """Allocate a result. One that is not wanted is empty: schemas have no optional results."""
+    return made(like.new_empty(shape if wanted else (0,), dtype=dtype))
 
 
 def _aligned(rows: Tensor) -> Tensor:
