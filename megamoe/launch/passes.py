@@ -38,9 +38,10 @@ def on_hopper(t: Tensor) -> bool:
     return t.is_cuda and torch.cuda.get_device_capability(t.device)[0] == 9
 
 
-def kernels_for(x: Tensor, formulas: Codec) -> Any:
-    """Return the module of kernels where rows [M, H] by these formulas are theirs."""
-    fits = formulas.quantize is quantize_rows and x.shape[1] % 8 == 0 and x.data_ptr() % 16 == 0
+def kernels_for(x: Tensor, formulas: Codec | None = None) -> Any:
+    """Return the module of kernels where rows [M, H], and formulas if they have some, are theirs."""
+    known = formulas is None or formulas.quantize is quantize_rows
+    fits = known and x.shape[1] % 8 == 0 and x.data_ptr() % 16 == 0
     return fused_kernels() if fits and on_hopper(x) else None
 
 
@@ -75,8 +76,7 @@ def sum_rows(rows: Tensor, places: Tensor, begins: Tensor) -> Tensor:
 
     Sums the N rows of a token in their order, in fp32, and rounds that once: no atomics. Row 0 counts as none.
     """
-    fits = rows.dtype == torch.bfloat16 and rows.shape[1] % 8 == 0 and rows.data_ptr() % 16 == 0
-    fused = fused_kernels() if fits and len(begins) and on_hopper(rows) else None
+    fused = kernels_for(rows) if rows.dtype == torch.bfloat16 and len(begins) else None
     if fused is not None:
         return fused.sum_rows(rows, places, len(places) // len(begins))
     return torch.embedding_bag(rows, places, begins, False, 0, False, None, False, 0)[0]

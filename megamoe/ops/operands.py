@@ -15,7 +15,6 @@ from torch.nn.functional import pad
 from megamoe.core.table import E4M3_BLOCKS
 from megamoe.formats.quantization import (
     GROUP,
-    Codec,
     blocks_of_rows,
     dequantize_blockwise,
     dequantize_channels,
@@ -26,11 +25,9 @@ from megamoe.formats.quantization import (
     rows_of_blocks,
 )
 from megamoe.launch.cache import quantize_weights
-from megamoe.launch.passes import kernels_for
+from megamoe.launch.passes import Pair, kernels_for
 from megamoe.ops.groups import Groups
 from megamoe.ops.scales import by_block, by_row, num_places, places
-
-_FORMULAS = Codec(quantize_rows, dequantize_rows)
 
 
 class Operands(NamedTuple):
@@ -94,24 +91,18 @@ def dequantized(given: Operands, groups: Groups) -> tuple[Tensor, Tensor]:
     return rows.to(dtype), wide.to(dtype)
 
 
-def rows_by_group(
-    x: Tensor, groups: Groups | None = None, num_experts: int = 1
-) -> tuple[Tensor, Tensor]:
+def rows_by_group(x: Tensor, groups: Groups | None = None, num_experts: int = 1) -> Pair:
     """x: [M, K] -> e4m3, and scales by block, without groups [M, ceil(K/128)]. One kernel on Hopper, of bf16."""
     x, plain = x.contiguous(), x.dtype != torch.bfloat16 or torch.compiler.is_compiling()
-    kernels = None if plain else kernels_for(x, _FORMULAS)
+    kernels = None if plain else kernels_for(x)
     if kernels is None:
         q, scale = quantize_rows(x)
         return q, scale if groups is None else by_block(scale, groups, num_experts)
-    if groups is None:
-        return kernels.quantize_rows(x)
-    ends = groups.offs, num_experts, groups.alignment
+    ends = None if groups is None else (groups.offs, num_experts, groups.alignment)
     return kernels.quantize_rows(x, ends, num_places(len(x), num_experts))
 
 
-def transposed_rows(
-    x: Tensor, groups: Groups, num_experts: int, by_column: bool = False
-) -> tuple[Tensor, Tensor]:
+def transposed_rows(x: Tensor, groups: Groups, num_experts: int, by_column: bool = False) -> Pair:
     """x: [M, N] -> e4m3 of blocks of 128 rows [B, N', 128], and their scales, for a weight gradient.
 
     B = P/128, N' = N rounded up to 128. by_column: of its first operand, [B + 1, N']; else [N'/128, B + 1]. The last
@@ -127,9 +118,7 @@ def transposed_rows(
     return q, scale if by_column else scale[:, ::GROUP].t().contiguous()
 
 
-def rows_of_transposed(
-    a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], groups: Groups
-) -> tuple[Tensor, Tensor, Groups]:
+def rows_of_transposed(a: Pair, b: Pair, groups: Groups) -> tuple[Tensor, Tensor, Groups]:
     """Return both operands of a weight gradient in fp32 [P, N'], and whose rows they are."""
     of_b = b[1].t()[:-1].repeat_interleave(GROUP, 1)
     rows = rows_of_blocks(a[0], a[1][:-1]), rows_of_blocks(b[0], of_b)
@@ -137,7 +126,7 @@ def rows_of_transposed(
     return *rows, Groups((GROUP * -(-(ends - begins) // GROUP)).cumsum(0).int())
 
 
-def _matrices(w: Tensor, planes: int) -> tuple[Tensor, Tensor]:
+def _matrices(w: Tensor, planes: int) -> Pair:
     """w: [E, K, P*N] -> e4m3, contiguous in K, and [E, P * ceil(N/128), ceil(K/128)]."""
     if by_k(w) or planes > 1:
         w = readable(w, columns=False).mT

@@ -72,7 +72,7 @@ def on_fibers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         *((o, "current_stream_handle", lambda ordinal: 0) for o in (machines, calls)),
         (calls, "allocator", lambda on_gpu: launches.allocator(False)),
         (operators, "machine_of", lambda device, variant: gpu),
-        (operands, "kernels_for", lambda x, formulas: quantize),
+        (operands, "kernels_for", lambda x: quantize),
         *((o, "on_hopper", lambda t: True) for o in (groups, cache)),
         *((o, "fused_kernels", lambda: quantize) for o in (groups, cache)),
         (torch.Tensor, "is_cuda", True),
