@@ -70,10 +70,6 @@ class Plan:
         self._live = [None] * len(self._live)
         return found
 
-    @property
-    def blocks(self) -> list[Any]:
-        return [block for block, _ in self._launches]
-
     def repeat(self, given: tuple[Any, ...]) -> Any:
         """Do it again with other arguments of the same geometry."""
         device, plans = self._device, recording.plans
@@ -123,7 +119,7 @@ def repeats(function: F, seen: bool = False) -> F:
         if plain and plan is not None and plan.complete:
             return plan.repeat(given)
         before = recording.known, recording.blocks
-        blocks = plan.blocks if plain and plan is not None else ()
+        blocks = [b for b, _ in plan._launches] if plain and plan is not None else ()
         recording.known, recording.blocks = known, iter(blocks)
         try:
             if plain and key is not None and plan is None:

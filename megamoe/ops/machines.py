@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -17,12 +17,7 @@ from megamoe.core import env
 from megamoe.core.errors import ArgumentError
 from megamoe.jit import abi, recording
 from megamoe.jit.grouped import GroupedVariant
-from megamoe.launch.launches import (
-    current_stream_handle,
-    launch_lock,
-    on_device,
-    refuse_capture,
-)
+from megamoe.launch.launches import current_stream_handle, launch_lock, on_device, refuse_capture
 from megamoe.ops.arguments import Gemm, Outer, addresses_of, write
 from megamoe.ops.calls import margins
 
@@ -72,14 +67,8 @@ class Gpu:
             fill = partial(self._fill, variant, launch)
             recording.launch(fill, addresses, current_stream_handle(self._ordinal))
 
-    @cached_property
-    def _num_sms(self) -> int:
-        from megamoe.jit.driver import device_attribute
-
-        return device_attribute(self._ordinal, "MULTIPROCESSOR_COUNT")
-
     def _fill(self, variant: GroupedVariant, launch: Gemm | Outer) -> Any:
-        from megamoe.jit.driver import use_device
+        from megamoe.jit.driver import device_attribute, use_device
         from megamoe.jit.module import Block, Launcher, load_kernel
         from megamoe.jit.tensormap import encode
 
@@ -90,8 +79,8 @@ class Gpu:
         args = abi.aligned(abi.LAUNCHES[variant.launch])
         num, places = len(launch.tensors()), launch.fill(args)
         write(places, [ANYWHERE] * num, encode)
-        kernel, grid = self._kernels[variant], _grid(self._num_sms)
-        return Block(Launcher(kernel, grid, args, cooperative=False), places, num)
+        grid = _grid(device_attribute(self._ordinal, "MULTIPROCESSOR_COUNT"))
+        return Block(Launcher(self._kernels[variant], grid, args, cooperative=False), places, num)
 
 
 class Fibers:
@@ -118,10 +107,10 @@ def machine_of(device: torch.device, variant: GroupedVariant) -> Gpu | Fibers | 
 
 @cache
 def _gpu(ordinal: int, variant: GroupedVariant) -> Gpu | None:
-    if (why := why_not(variant, torch.device("cuda", ordinal))) is not None:
-        _warn(ordinal, why)
-        return None
-    return _machine(ordinal)
+    if (why := why_not(variant, torch.device("cuda", ordinal))) is None:
+        return _machine(ordinal)
+    _warn(ordinal, why)
+    return None
 
 
 _machine = cache(Gpu)

@@ -71,7 +71,6 @@ def gpu(monkeypatch):
     """Let megamoe.ops launch from CPU memory."""
     driver_stub.on_cpu(monkeypatch)
     made = machines.Gpu(0)
-    made._num_sms = 132
     monkeypatch.setattr(operators, "machine_of", lambda device, variant: made)
     for module in (machines, calls):
         monkeypatch.setattr(module, "on_device", lambda device: nullcontext())

@@ -67,7 +67,7 @@ def on_fibers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         ctypes.c_uint64.from_address(place).value = base
 
     for owner, name, value in (
-        *((gpu, n, v) for n, v in (("_fill", fill), ("_num_sms", 4))),
+        (gpu, "_fill", fill),
         *((o, "on_device", lambda device: nullcontext()) for o in (machines, calls)),
         *((o, "current_stream_handle", lambda ordinal: 0) for o in (machines, calls)),
         (calls, "allocator", lambda on_gpu: launches.allocator(False)),
