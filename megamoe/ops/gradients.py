@@ -109,9 +109,8 @@ def _register(name: str, gradients: Callable[..., Found] | None = None) -> None:
         ctx.refused = gradients is None or quantizes or given.get("x_scale") is not None
         if ctx.refused:
             return
-        if isinstance(output, tuple):
-            ctx.set_materialize_grads(False)
-            ctx.mark_non_differentiable(*output[1 if name == "grouped_mlp" else 2 :])
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*output[1 if name == "grouped_mlp" else 2 :])
         given["saved"] = output[1] if given.get("saves") else None
         tensors = {n: t for n, t in given.items() if isinstance(t, Tensor)}
         ctx.names, ctx.others = [*tensors], {n: t for n, t in given.items() if n not in tensors}
