@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything that a change of the kernel has to pass on 1 to 8 GPUs: about 20 minutes on 2 of them. Steps of one rank
-# run side by side, one a GPU; steps that use several GPUs, or that measure, run alone. Tests and soaks run beside each
-# other: then GPUs are taken from kernels in between, which has shown a fault that nothing else did. On one GPU ranks
+# run side by side, one a GPU; steps that use several GPUs, or that measure, run alone. Tests and soaks share
+# all GPUs: these are taken from kernels in between, which has shown a fault that nothing else did. On one GPU ranks
 # share it, in its time slices, and so do all steps that judge.
 #
 #   tools/accept.sh [OUT [STEP...]]      logs and CSVs to OUT (default out/accept); only the named steps, in their order
@@ -62,7 +62,7 @@ single() { # a step of one GPU: to the GPUs in turns
     lane $((next % gpus)) "$1" "$2" env CUDA_VISIBLE_DEVICES=$((next % gpus)) "${@:3}"
     next=$((next + 1))
 }
-shared() { # a step that shares the only GPU; those that hold much memory in one lane
+shared() { # a step that shares all GPUs with others; those that hold much memory in one lane
     case $1 in
     *shapes* | overload*) lane 0 "$@" ;;
     random* | panels* | channel*) lane 1 "$@" ;;
@@ -70,12 +70,6 @@ shared() { # a step that shares the only GPU; those that hold much memory in one
     tests) lane 3 "$@" ;;
     soak | train_faults) lane 4 "$@" ;;
     *) lane 5 "$@" ;;
-    esac
-}
-beside() { # a step over several GPUs that judges: the tests, and the others behind each other
-    case $1 in
-    tests) lane 0 "$@" ;;
-    *) lane 1 "$@" ;;
     esac
 }
 check() { # how: step, single or shared; ranks; tokens
@@ -149,7 +143,7 @@ else
     for n in 4 8; do
         [ "$gpus" -lt $n ] || CUDA_VISIBLE_DEVICES=$(seq -s , 0 $((n - 1))) check step $n "8 1024 8192"
     done
-    layers beside
+    layers shared
     side_by_side
     hosts
 fi

@@ -107,20 +107,20 @@ class Gemm:
 class Outer:
     """Sums of the outer products of each expert's rows.
 
-    a: [M, N1], b: [M, N2]; tails: of both, see groups.py. Or both in e4m3, transposed, and scales for tails. out: [E,
-    N1, N2] bf16 or fp32. sums: of a's columns [E, N1] fp32.
+    a: [M, N1], b: [M, N2], bf16, or transposed in e4m3. rest: of bf16 the tails of both, see groups.py; of e4m3 the
+    scales of both. out: [E, N1, N2] bf16 or fp32. sums: of a's columns [E, N1] fp32.
     """
 
     a: Tensor
     b: Tensor
-    beside: tuple[Tensor, Tensor]
+    rest: tuple[Tensor, Tensor]
     groups: Groups
     out: Tensor
     sums: Tensor | None
     accumulate: bool
 
     def tensors(self) -> tuple[Tensor | None, ...]:
-        return self.a, self.b, *self.beside, self.out, self.groups.offs, self.sums
+        return self.a, self.b, *self.rest, self.out, self.groups.offs, self.sums
 
     def fill(self, args: Any) -> list[Place]:
         """Fill a zeroed `abi.LAUNCHES["grouped_weights"]`, except addresses; return their places."""
@@ -139,8 +139,8 @@ class Outer:
             places = [
                 Place(0, gemm.a[0], *_rows(a)),
                 Place(1, gemm.b, _matrices(b[None, None])),
-                Place(2, gemm.a[1], *_rows(self.beside[0])),
-                Place(3, own.tails_b, _matrices(self.beside[1][None, None])),
+                Place(2, gemm.a[1], *_rows(self.rest[0])),
+                Place(3, own.tails_b, _matrices(self.rest[1][None, None])),
             ]
         return [
             *places,

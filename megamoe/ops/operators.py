@@ -213,8 +213,8 @@ def _sum_outer(
     variant = _variant("weights-e4m3" if scales else "weights")
     a, b, machine = _aligned(a), _aligned(b), machine_of(a.device, variant)
     if machine is not None and len(a):
-        beside = scales or tails(a, b, groups)
-        machine.run(variant, Outer(a, b, beside, groups, out, sums, adds))
+        rest = scales or tails(a, b, groups)
+        machine.run(variant, Outer(a, b, rest, groups, out, sums, adds))
         return
     if scales:
         a, b, groups = rows_of_transposed((a, scales[0]), (b, scales[1]), groups)

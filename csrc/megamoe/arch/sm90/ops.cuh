@@ -100,8 +100,8 @@ MEGAMOE_DEVICE void mbar_init(uint64_t* bar, uint32_t arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_address(bar)), "r"(arrivals)
                  : "memory");
 }
-// Before its memory holds anything else. The device keeps mbarriers beside shared memory, too: without this,
-// and only if the GPU was taken from the kernel in between, an old one came back over later data.
+// Before its memory holds anything else. The device also keeps mbarriers outside of shared memory: without
+// this, if the GPU was taken from the kernel in between, an old one overwrote later data.
 MEGAMOE_DEVICE void mbar_inval(uint64_t* bar) {
     asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(smem_address(bar)) : "memory");
 }
