@@ -124,8 +124,8 @@ constexpr int few_block_rows = 32, num_dealt = 4;
 using DealtRing = Ring<num_dealt>;
 struct FewSmem {
     int16_t ids[max_top_k][max_few_tokens];  // local expert, or -1
-    uint8_t touched[max_local_experts];
-    uint16_t experts[max_local_experts];  // those with rows, ascending
+    uint32_t routes[max_local_experts];      // of each expert
+    uint16_t experts[max_local_experts];     // those with rows, ascending
     struct Dealt {
         Tile tile;
         int32_t is_last;  // of its unit, which has more than one where rows do not fit into one
@@ -142,8 +142,7 @@ struct PushSmem {
     uint16_t experts[max_pushed_experts];              // those with rows, ascending
     uint16_t source[max_pushed_tokens];                // home << 8 | token
     uint16_t unit[max_pushed_tokens];                  // rows of a unit, as below
-    int16_t first[max_ranks + 1];                      // of each rank's tokens
-    int32_t num_tokens, most;                          // of all ranks; of the rank that has most
+    int32_t num_tokens;                                // of all ranks
     struct Dealt {
         Tile tile;
         int32_t is_last;

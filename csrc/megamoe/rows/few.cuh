@@ -25,6 +25,18 @@ MEGAMOE_DEVICE uint32_t* few_done(const Args& args, GemmId id, int expert) {
     return gemm_of<T>(args, id).done + args.pool_rows / Tile128x256::rows + expert;
 }
 
+// One warp of all CTAs: what statistics() reads, as if all routes, of each expert, were in the first chunk.
+// most: tokens of the rank that has most.
+MEGAMOE_DEVICE void leave_counts(const Args& args, int most, const uint32_t* routes) {
+    int chunks = num_chunks_of(most, args.num_ranks);
+    MEGAMOE_UNROLL_BY(1)
+    for (int e = arch::lane_idx(); e < args.num_local_experts; e += 32) {
+        int32_t* prefix = args.chunk_prefix + int64_t{e} * (args.max_chunks + 1);
+        MEGAMOE_UNROLL_BY(1)
+        for (int c = 0; c <= chunks; ++c) prefix[c] = c == 0 ? 0 : static_cast<int32_t>(routes[e]);
+    }
+}
+
 // Reads the ids and lists the experts that they name. Returns how many there are. Called by one warp.
 template <class T>
 MEGAMOE_DEVICE int list_experts(Context& ctx) {
@@ -32,7 +44,7 @@ MEGAMOE_DEVICE int list_experts(Context& ctx) {
     FewSmem& few = ctx.smem.few;
     int lane = arch::lane_idx(), tokens = own_tokens<T>(args), experts = args.num_local_experts;
     MEGAMOE_UNROLL_BY(1)
-    for (int e = lane; e < experts; e += 32) few.touched[e] = 0;
+    for (int e = lane; e < experts; e += 32) few.routes[e] = 0;
     arch::warp_sync();
     const auto* ids = static_cast<const int32_t*>(args.topk_ids);
     const int words = args.ids_are_int64 != 0 ? 2 : 1;  // of an id; see topk_id()
@@ -55,15 +67,19 @@ MEGAMOE_DEVICE int list_experts(Context& ctx) {
                 int e = low[j] - args.expert_begin;
                 bool is_local = low[j] >= 0 && e >= 0 && e < experts && (words == 1 || high[j] == 0);
                 few.ids[k0 + j][token] = static_cast<int16_t>(is_local ? e : -1);
-                if (is_local) few.touched[e] = 1;
+                if (is_local) arch::count_shared(&few.routes[e], 1);
             }
         }
     }
     arch::warp_sync();
+    if (cta_idx(ctx) == 0) {
+        if (lane == 0) route_cell(ctx, args.rank, args.rank)->num_tokens = static_cast<uint32_t>(tokens);
+        leave_counts(args, tokens, few.routes);
+    }
     int count = 0;
     MEGAMOE_UNROLL_BY(1)
     for (int e = lane; e - lane < experts; e += 32) {
-        bool is_touched = e < experts && few.touched[e] != 0;
+        bool is_touched = e < experts && few.routes[e] != 0;
         uint32_t all = arch::ballot(is_touched);
         if (is_touched) few.experts[count + arch::popc(all & arch::lanes_below())] = static_cast<uint16_t>(e);
         count += arch::popc(all);
@@ -140,28 +156,6 @@ MEGAMOE_DEVICE void deal(Context& ctx) {
     ring.acquire(ctx.mem, few.slots);
     few.dealt[ring.slot()].tile = Tile::none();
     ring.commit(ctx.mem, few.slots);
-}
-
-// One warp of all CTAs: routes by chunk and expert, as the ordinary prologue leaves them for statistics().
-// most: tokens of the rank that has most; expert_at(home, token, k): the local expert, or -1.
-template <class ExpertAt>
-MEGAMOE_DEVICE void leave_counts(Context& ctx, int most, ExpertAt expert_at) {
-    const Args& args = ctx.args;
-    int lane = arch::lane_idx(), chunks = num_chunks_of(most, args.num_ranks);
-    auto prefix = [&](int expert) { return args.chunk_prefix + int64_t{expert} * (args.max_chunks + 1); };
-    for (int e = lane; e < args.num_local_experts; e += 32)
-        for (int c = 0; c <= chunks; ++c) prefix(e)[c] = 0;
-    arch::warp_sync();
-    MEGAMOE_UNROLL_BY(1)
-    for (int i = 0; i < chunks * args.top_k; ++i) {
-        int chunk = i / args.top_k, ordered = chunk * chunk_tokens + lane;
-        int expert =
-            expert_at(home_of(ordered, args.num_ranks), token_of(ordered, args.num_ranks), i % args.top_k);
-        uint32_t same = arch::match_any(expert);
-        for (int c = chunk + 1; c <= chunks && expert >= 0 && (same & arch::lanes_below()) == 0; ++c)
-            prefix(expert)[c] += arch::popc(same);
-        arch::warp_sync();
-    }
 }
 
 // A warp's next tile, with the token of its row number `lane`.
@@ -409,19 +403,8 @@ struct OneRank {
         announce_x(ctx);
         Profile<T>::mark(ctx.args, Mark::staged);
     }
-    // One warp: what statistics() reads.
     template <class T>
-    static MEGAMOE_DEVICE void exchange(Context& ctx) {
-        const Args& args = ctx.args;
-        if (cta_idx(ctx) != 0) return;
-        int tokens = own_tokens<T>(args);
-        if (arch::lane_idx() == 0)
-            route_cell(ctx, args.rank, args.rank)->num_tokens = static_cast<uint32_t>(tokens);
-        leave_counts(ctx, tokens, [&](int, int token, int k) {
-            int expert = token < tokens ? topk_id(args, token * args.top_k + k) - args.expert_begin : -1;
-            return expert < args.num_local_experts ? expert : -1;
-        });
-    }
+    static MEGAMOE_DEVICE void exchange(Context&) {}
     template <class T>
     static MEGAMOE_DEVICE int list(Context& ctx) {
         return list_experts<T>(ctx);

@@ -217,7 +217,6 @@ MEGAMOE_DEVICE int list_pushed(Context& ctx) {
     MEGAMOE_UNROLL_BY(1)
     for (int r = 0; r < args.num_ranks; ++r) {
         int of_rank = is_few ? arch::shfl(count, r) : 0;
-        if (lane == 0) push.first[r] = static_cast<int16_t>(num_tokens);
         most = max_of(most, of_rank);
         MEGAMOE_UNROLL_BY(1)
         for (int t = lane; t < of_rank; t += 32)
@@ -225,9 +224,7 @@ MEGAMOE_DEVICE int list_pushed(Context& ctx) {
         num_tokens += of_rank;
     }
     if (lane == 0) {
-        push.first[args.num_ranks] = static_cast<int16_t>(num_tokens);
         push.num_tokens = num_tokens;
-        push.most = most;
         push.many = is_few ? 0 : 1;
     }
     arch::warp_sync();
@@ -260,6 +257,7 @@ MEGAMOE_DEVICE int list_pushed(Context& ctx) {
     }
     arch::warp_sync();
     if (lane == 0) ctx.mem.arrive(push.listed);
+    if (cta_idx(ctx) == 0 && is_few) leave_counts(args, most, push.blocks);
     int listed = 0, blocks = 0;
     MEGAMOE_UNROLL_BY(1)
     for (int e = lane; e - lane < experts; e += 32) {
@@ -427,11 +425,6 @@ struct Pushed {
             Profile<T>::mark(args, Mark::counted);
         }
         if (lane == 0) ctx.mem.arrive(push.all_begun);
-        if (cta_idx(ctx) == 0 && push.many == 0)
-            leave_counts(ctx, push.most, [&](int home, int token, int k) {
-                int number = push.first[home] + token;
-                return number < push.first[home + 1] ? push.ids[k][number] : -1;
-            });
     }
     template <class T>
     static MEGAMOE_DEVICE int list(Context& ctx) {
