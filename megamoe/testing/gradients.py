@@ -65,10 +65,18 @@ class GradientChecker(StageChecker):
         self.flips, self.in_e4m3 = flips, weight_gradients == "e4m3"
         self.products = "bf16" if problem.formats.packed else self.precision  # of backward
 
-    def compare_kernel(self, name: str, got: Tensor, expected: Tensor, passes: int = 1) -> None:
+    def compare_kernel(
+        self,
+        name: str,
+        got: Tensor,
+        expected: Tensor,
+        passes: int = 1,
+        size: Tensor | None = None,
+    ) -> None:
         """Compare with the oracle that rounds as the kernel does, from equal pre-activations.
 
         passes: of the launch. Each stores the sums of experts in bf16; the oracle rounds them once.
+        size: as in judge().
         """
         if got.shape != expected.shape:
             self.errors[name] = float("inf")
@@ -78,10 +86,10 @@ class GradientChecker(StageChecker):
         limit = 0.0 if copied else self._limit(name, expected.numel())
         if name in OF_EXPERTS:
             limit *= passes**0.5
-        tolerance: Tolerance = 0.0 if copied else self.element(name, got, expected)
+        tolerance: Tolerance = 0.0 if copied else self.element(name, got, expected, size)
         if copied and self.in_e4m3 and name in OPERANDS:
             limit, tolerance = E4M3_COPIED, _least_step(expected)
-        return self.judge(name, got, expected, limit, tolerance)
+        return self.judge(name, got, expected, limit, tolerance, size)
 
     def compare_fp32(self, name: str, got: Tensor, expected: Tensor) -> None:
         """Compare with the oracle that rounds nothing: the price of all roundings."""
@@ -108,7 +116,9 @@ class GradientChecker(StageChecker):
             limit = max(limit, few_steps(self.problem, 1, elements))
         return limit if elements >= ENOUGH else max(limit, BF16_STEP)
 
-    def element(self, name: str, got: Tensor, expected: Tensor) -> Tensor:
+    def element(
+        self, name: str, got: Tensor, expected: Tensor, size: Tensor | None = None
+    ) -> Tensor:
         """Return how far apart single elements may be: a step of the stored format, and the noise of their sums."""
         step = rounding_step(torch.maximum(got.double().abs(), expected.double().abs()), got.dtype)
         if name == "gate_up":
@@ -122,7 +132,8 @@ class GradientChecker(StageChecker):
         if name in OF_EXPERTS:  # an expert of one row has the noise of its dgu
             noise = max(noise, PRODUCT_NOISE[self.products])
             step = step + self._flipped(name, got, expected)
-        return step + DEVIATIONS * noise * rms(expected, name in OF_EXPERTS)
+        of = expected if size is None else torch.maximum(expected.abs(), size)
+        return step + DEVIATIONS * noise * rms(of, name in OF_EXPERTS)
 
     def _flipped(self, name: str, got: Tensor, expected: Tensor) -> Tensor | float:
         """Return how far one step in one number of dgu or hs moves the sums that it is part of.

@@ -87,16 +87,23 @@ class StageChecker:
         expected: Tensor,
         limit: float,
         tolerance: Tolerance = float("inf"),
+        size: Tensor | None = None,
     ) -> None:
-        """Compare two tensors by their relative error and by the error of each element."""
+        """Compare two tensors by their relative error and by the error of each element.
+
+        size: of the terms whose sums they are, if these may cancel: errors are relative to the larger of both.
+        """
         found = compare(got, expected, tolerance)
-        self.errors[name] = found.relative
-        good = found.relative <= limit and found.differing == 0
+        relative = found.relative
+        if size is not None and size.any():
+            relative *= min(1.0, float(rms(expected) / rms(size)))
+        self.errors[name] = relative
+        good = relative <= limit and found.differing == 0
         self.good &= good
         if self.verbose or not good:
             where = "" if found.first is None else f"; too far: {found}"
             self.lines.append(
-                f"  {'ok  ' if good else 'FAIL'} {name:<12} relative error {found.relative:.2e} "
+                f"  {'ok  ' if good else 'FAIL'} {name:<12} relative error {relative:.2e} "
                 f"(limit {limit:.2g}), largest {found.largest:.2e} at rms {rms(expected):.2e}{where}"
             )
 

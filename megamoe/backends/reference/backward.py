@@ -54,8 +54,9 @@ def backward(
         a launch of one pass; x_rows, dy_rows, dgu and hs are those values.
     Returns, by home rank: dx [T, H], d_topk_weights [T, K]. By expert rank: rows (Rows), dy_rows, x_rows [M, H],
     row_weight [M], gate_up [M, P*I], dh, h [M, I], d_s [M], dgu [M, P*I], hs [M, I], dx_rows [M, H], partials
-    [all T, H], dw13, dw2, db13, db2 (shapes of the weights). Raises ValueError for an unknown rounding, and lists or a
-    gate_up of another size.
+    [all T, H], dw13, dw2, db13, db2 (shapes of the weights). d_topk_weights_size and d_s_size: the Euclidean norms of
+    what sums to these, which may cancel. Raises ValueError for an unknown rounding, and lists or a gate_up of another
+    size.
     """
     if rounding not in ("kernel", "none"):
         raise ValueError(f'rounding is {rounding!r}, expected "kernel" or "none"')
@@ -88,7 +89,7 @@ def backward(
         weights = [w.dense(saved, stored) for w in weights]
     if rounding == "kernel":
         dy_NH = _values(problem, dy_NH, wide)
-    d_scores = torch.zeros(score_NK.shape, dtype=wide, device=score_NK.device)
+    d_scores, size = (torch.zeros_like(score_NK, dtype=wide) for _ in range(2))
 
     with full_fp32(x_NH.device):
         for rank, (rows, experts, given_experts) in enumerate(
@@ -114,6 +115,7 @@ def backward(
             unscaled, h = activation_gradient(problem.activation, gu, dh)
             note("h", h)
             d_s = (dh * h).sum(1)
+            size[rows.token, rows.k] = note("d_s_size", (dh * h).norm(dim=1))
             if experts.b2 is not None:
                 d_s = d_s + (dy_values * experts.b2.to(wide)[rows.expert]).sum(1)
             d_scores[rows.token, rows.k] = note("d_s", d_s)  # a (token, k) has one expert
@@ -136,7 +138,8 @@ def backward(
                 note(name, gradient)
         dx = combine(out["partials"], stored)
     sizes = [tokens.numel() for tokens in kept]
-    out["dx"], out["d_topk_weights"] = list(dx.split(sizes)), list(d_scores.split(sizes))
+    of_homes = {"dx": dx, "d_topk_weights": d_scores, "d_topk_weights_size": size}
+    out |= {name: list(value.split(sizes)) for name, value in of_homes.items()}
     return out
 
 
