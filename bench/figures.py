@@ -22,13 +22,12 @@ from megamoe.launch.meetings import Meet
 from megamoe.testing.shapes import SHAPES
 
 MEASUREMENTS = ROOT / "docs" / "measurements"
-EP4, FEW = "2026-11-26-938254c-ep4.csv", "2026-11-26-6b15deb-ep4.csv"
-PEER, HF = "2026-11-26-938254c-deepgemm.csv", "2026-11-26-0198aff-hf.csv"
-H100, H200 = "2026-11-25-565007b-h100.csv", "2026-11-26-31d8be9-h200.csv"
+EP4, PEER = "2026-11-28-5067e49-ep4.csv", "2026-11-28-5067e49-deepgemm.csv"
+H100, H200 = "2026-11-25-565007b-h100.csv", "2026-11-28-5067e49-h200.csv"
+HF = "2026-11-26-0198aff-hf.csv"
 SPUN, PRINTED = "2026-11-26-31d8be9-hosts-spin.csv", "printed.csv"
 LOOP, E4M3 = "2026-11-27-43b46f1-loop.csv", "2026-11-28-ca7e45d-e4m3.csv"
-FEW_TOKENS = "2026-11-28-582780f-few.csv"
-FP4, OPS = "2026-11-24-9f14869-fp4.csv", "2026-11-28-fad940d-ops.csv"
+FP4, OPS = "2026-11-28-5067e49-fp4.csv", "2026-11-28-5067e49-ops.csv"
 FORWARD, BACKWARD = "2026-11-23-8d5c926-shapes.csv", "2026-11-23-e841b3a-backward-shapes.csv"
 
 MODELS = {
@@ -56,7 +55,7 @@ def lines(name: str) -> list[dict[str, str]]:
             run = named[1] if named else ""
             continue
         (cells,) = csv.reader([line])
-        if header is None or cells == header:
+        if header is None or cells[0] == header[0]:  # a part may have columns of its own
             header = cells
             continue
         row = dict(zip(header, cells, strict=True))
@@ -159,9 +158,7 @@ NCCL = "NCCL + grouped_mm BF16"
 
 def forward_of(tokens: int) -> dict[str, Any]:
     """Return where forward passes of four GPUs stand that had staged and the GEMMs in turns."""
-    if tokens == 8192:
-        return {"file": EP4, "run": "forward-8192", "tokens": tokens}
-    return {"file": FEW, "run": "forward", "tokens": tokens}
+    return {"file": EP4, "run": "forward-8192" if tokens == 8192 else "forward", "tokens": tokens}
 
 
 def over_nccl(model: str, tokens: int, kind: Where = BF16) -> float:
@@ -170,32 +167,43 @@ def over_nccl(model: str, tokens: int, kind: Where = BF16) -> float:
     return mean(**of, **STAGED) / mean(**of, **kind)
 
 
-def over_deepgemm(model: str, tokens: int) -> float:
-    of: dict[str, Any] = {"file": PEER, "name": model, "tokens": tokens}
-    return mean(**of, column="dg_us") / mean(**of, column="ours_us")
+# Both in turns, on so many ranks.
+OURS_OF: dict[int, dict[str, Any]] = {
+    r: {"file": PEER, "run": "", "mode": "cool", "kernel": "megamoe", "ranks": r} for r in (1, 2, 4)
+}
+PEERS_OF = {r: {**of, "kernel": "DeepGEMM"} for r, of in OURS_OF.items()}
 
 
-OURS, DEEPGEMM = ({"file": PEER, "run": "", "column": c} for c in ("ours_us", "dg_us"))
+def over_deepgemm(model: str, tokens: int, ranks: int = 4) -> float:
+    of: dict[str, Any] = {"name": model, "tokens": tokens}
+    return mean(**of, **PEERS_OF[ranks]) / mean(**of, **OURS_OF[ranks])
+
+
+BY_E4M3, _BY_BF16 = ({"gradients": f"bf16 by {kind}"} for kind in ("e4m3", "bf16"))
+BY_BF16 = "FP8, BF16 dW"
 ALL = [(model, tokens) for model in MODELS for tokens in TOKENS]
 LARGE = [("dsv3", 4096), *((model, 8192) for model in MODELS if model != "dsv3")]
 
 
 def forward() -> str:
-    differs = span(values(PEER, "relative"), ".3f").rstrip("x")
+    differs = span(values(PEER, "relative", ranks=4), ".3f").rstrip("x")
     made = pivot(
         "model, tokens per rank",
         {label: {**row, **forward_of(row["tokens"])} for label, row in token_rows(ALL).items()},
         {
-            "FP8": OURS,
-            "DeepGEMM FP8": DEEPGEMM,
-            "speed-up": (DEEPGEMM, OURS),
+            "FP8": OURS_OF[4],
+            "DeepGEMM FP8": PEERS_OF[4],
+            "speed-up": (PEERS_OF[4], OURS_OF[4]),
             "BF16": BF16,
             NCCL: STAGED,
             "speed-up ": (STAGED, BF16),
             "GEMMs alone BF16": {**GEMMS, "precision": "bf16"},
         },
     )
-    return f"{made}\n\nDeepGEMM's y differs from ours by {differs} (relative Frobenius norm)."
+    older = """FP8 of DeepSeek-V3 with 8 to 512 tokens and of DeepSeek-V4-Flash with 64 and 512, and DeepGEMM beside it,
+        are of 2026-11-26, commit 938254c."""
+    differs = f"DeepGEMM's y differs from ours by {differs} (relative Frobenius norm)."
+    return f"{made}\n\n{wrapped(f'{older} {differs}')}"
 
 
 FOUR_GPUS: dict[str, Callable[[], str]] = {
@@ -213,7 +221,7 @@ FOUR_GPUS: dict[str, Callable[[], str]] = {
             label: {**row, "run": f"backward-{row['tokens']}", "file": EP4}
             for label, row in token_rows(LARGE).items()
         },
-        {"BF16": BF16, "FP8": FP8, "GEMMs alone BF16": GEMMS},
+        {"BF16": BF16, "FP8": FP8 | BY_E4M3, BY_BF16: FP8 | _BY_BF16, "GEMMs alone BF16": GEMMS},
     ),
     "step": partial(
         pivot,
@@ -224,11 +232,12 @@ FOUR_GPUS: dict[str, Callable[[], str]] = {
         },
         {
             "BF16": BF16,
-            "FP8": {**FP8, "direction": "step"},
-            "quantizing weights": {"direction": "quantize"},
+            "FP8": FP8 | BY_E4M3,
+            BY_BF16: FP8 | _BY_BF16,
+            "quantizing": {"direction": "quantize"},
             NCCL: STAGED,
-            "speed-up in BF16": (STAGED, BF16),
-            "in FP8": (STAGED, {**FP8, "direction": "step"}),
+            "speed-up BF16": (STAGED, BF16),
+            "FP8 ": (STAGED, FP8 | BY_E4M3),
         },
     ),
     "routing": partial(
@@ -236,7 +245,7 @@ FOUR_GPUS: dict[str, Callable[[], str]] = {
         "routing",
         {"megamoe BF16": BF16, "megamoe FP8": FP8, NCCL: STAGED},
         {n.replace("_", " "): {"routing": n} for n in ("uniform", "skewed", "hot", "one_rank")},
-        file=FEW,
+        file=EP4,
         name="qwen3-235b",
         run="routing",
     ),
@@ -343,8 +352,6 @@ _PASSES: dict[str, dict[str, Any]] = {
     "64": {"part": "few", "tokens": 64},
     "8,192": {"part": "large", "direction": "forward"},
 }
-OURS_OF: dict[int, dict[str, Any]] = {r: {"kernel": "megamoe", "ranks": r} for r in (1, 2)}
-PEERS_OF = {r: {**of, "kernel": "DeepGEMM"} for r, of in OURS_OF.items()}
 ONE_GPU: dict[str, Callable[[], str]] = {
     "few": partial(
         pivot,
@@ -360,8 +367,6 @@ ONE_GPU: dict[str, Callable[[], str]] = {
             "DeepGEMM on two": PEERS_OF[2],
             "speed-up on two": (PEERS_OF[2], OURS_OF[2]),
         },
-        file=FEW_TOKENS,
-        mode="cool",
     ),
     "e4m3": e4m3_weights,
     "loop": partial(
@@ -400,7 +405,7 @@ ONE_GPU: dict[str, Callable[[], str]] = {
         },
     ),
     "gemms-h100": partial(gemms, H100),
-    "gemms-h200": partial(gemms, H200, {H200: "2026-11-26-a5f9f33"}),
+    "gemms-h200": partial(gemms, H200),
     "dram": dram,
     "passes": partial(
         pivot,
@@ -416,7 +421,7 @@ ONE_GPU: dict[str, Callable[[], str]] = {
             for gradients, label in (("bf16", "bf16"), ("main_grad", "fp32"))
             for of in ("", " of 1", " of 2", " of 4")
         },
-        {H100: "2026-11-26-0198aff"},
+        {H100: "2026-11-26-0198aff", H200: "2026-11-26-31d8be9"},
         tokens=4096,
         direction="backward",
         dram_read_gb="",
@@ -582,7 +587,7 @@ HOSTS: dict[str, Callable[[], str]] = {
         model_rows("dsv3", "qwen3-235b", file=EP4, tokens=8192),
         {
             f"{way}: {label}": {"run": run, **kind}
-            for run, way in (("hosts", "NVLink"), ("hosts-sockets", "sockets"))
+            for run, way in (("sweep_hosts", "NVLink"), ("sweep_hosts_sockets", "sockets"))
             for label, kind in (("FP8", FP8), ("BF16", BF16), ("`staged` BF16", STAGED))
         },
     ),
@@ -640,22 +645,16 @@ def speed() -> str:
     many, some = (
         span(over_deepgemm(m, t) for m, t in ALL if t in of) for of in ((1024, 8192), (512,))
     )
-    few = span(
-        mean(FEW_TOKENS, name=m, tokens=t, mode="cool", **PEERS_OF[r])
-        / mean(FEW_TOKENS, name=m, tokens=t, mode="cool", **OURS_OF[r])
-        for m in MODELS
-        for t in (8, 64)
-        for r in (1, 2)
-    )
+    few = span(over_deepgemm(m, t, r) for m in MODELS for t in (8, 64) for r in (1, 2, 4))
     whole = [span((over_nccl(m, 8192, kind) for m in MODELS), ".1f") for kind in (BF16, FP8)]
-    ours = [mean(file=EP4, run="step", direction="step", **kind) for kind in (BF16, FP8)]
+    ours = [mean(file=EP4, run="step", **kind) for kind in (BF16, FP8 | BY_E4M3)]
     steps = [mean(file=EP4, run="step", **STAGED) / us for us in ours]
     nccl, deepgemm = "NCCL all-to-all + `torch._grouped_mm`, BF16", "DeepGEMM's inference kernel"
     rows = [
         ["forward, 8,192 tokens per GPU", nccl, *whole],
         ["forward, 1,024 and 8,192 tokens per GPU", deepgemm, "", many],
         ["forward, 512 tokens per GPU", deepgemm, "", some],
-        ["forward, 8 and 64 tokens per GPU, one and two H200", deepgemm, "", few],
+        ["forward, 8 and 64 tokens per GPU, one to four H200", deepgemm, "", few],
         ["training step of Qwen3-30B's layer", nccl, *(f"{x:.1f}x" for x in steps)],
         ["training a Qwen3-MoE, tokens/s", "transformers' own experts", f"{gain():.2f}x", ""],
         ["training step, one H200", "megamoe in BF16", "", span(over_bf16(m) for m in MODELS)],
@@ -664,8 +663,7 @@ def speed() -> str:
     note = f"""The Qwen3-MoE (107 M parameters, 300 steps, one seed) ended with a loss {loss_gap():.1f} % above that of
         transformers' own experts. Four more seeds on one H200 at commit dac9b21 showed that this was chance: there the
         losses differ by {average:.2f} %, with a standard error of {error:.2f} %."""
-    above = """2026-11-26, commit 938254c; a Qwen3-MoE 0198aff; 8 and 64 tokens 2026-11-28, 582780f; last row
-        2026-11-28, ca7e45d."""
+    above = """2026-11-28, commit 5067e49; a Qwen3-MoE 2026-11-26, 0198aff; last row ca7e45d."""
     made = table(above, ["what", "compared with", "BF16", "FP8"], rows)
     return f"{made}\n\n{wrapped(note)}"
 
@@ -676,7 +674,7 @@ TITLE = "How much faster megamoe is: forward pass on four H200, by model and tok
 
 def speedups() -> dict[str, dict[str, dict[str, float]]]:
     """Return the bars of README's picture: by what it is compared with, by model, by tokens."""
-    of = {
+    of: dict[str, Callable[[str, int], float]] = {
         "over NCCL all-to-all + grouped_mm, BF16": over_nccl,
         "over DeepGEMM's inference kernel, FP8": over_deepgemm,
     }
