@@ -1,10 +1,10 @@
 // The layer of forward.cuh for few tokens: at most 64 of one rank, and no plan. Tiles have up to 32 rows, in
 // the wide form; pairs of CTAs share nothing. rows/few.cuh has the rows' way, and what CTAs wait for.
 //
-//   warp 0      leaves what statistics() reads, in one CTA; of several ranks: ids to peers, see rows/push.cuh
+//   warp 0      of several ranks: ids to peers, see rows/push.cuh
 //   warp 1      load_b: asks for weights as soon as it knows a tile
 //   warp 2      scatter: finished rows to memory
-//   warp 3      deal: tiles from the ids
+//   warp 3      deal: tiles from the ids, and in one CTA what statistics() reads
 //   warps 4-7   gather: rows of A into slots, then reduce
 //   warps 8-15  x as MMAs take it, if it is not, and of several ranks to peers; math, then reduce
 #pragma once
