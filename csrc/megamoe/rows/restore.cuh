@@ -17,23 +17,34 @@ struct ScaledRow {
 template <class Words>
 MEGAMOE_DEVICE void fan_out_dequantized(ScaledRow from, uint4_t* pool, int vectors, LaneRows targets) {
     auto* row = reinterpret_cast<const uint8_t*>(from.values);
+    constexpr int in_flight = 4;
     MEGAMOE_UNROLL_BY(1)
-    for (int v = arch::lane_idx(); v - arch::lane_idx() < vectors; v += 32) {
-        int column = 8 * min_of(v, vectors - 1);
-        float scale = from.scales[int64_t{column / scale_group} * from.stride], value[2][4];
+    for (int v0 = arch::lane_idx(); v0 - arch::lane_idx() < vectors; v0 += 32 * in_flight) {
+        float scale[in_flight];
+        uint32_t words[in_flight][2];
         MEGAMOE_UNROLL
-        for (int w = 0; w < 2; ++w) {
-            const uint8_t* word = row + Words::place(column + 4 * w);
-            arch::unpack_e4m3x4(*reinterpret_cast<const uint32_t*>(word), value[w]);
+        for (int j = 0; j < in_flight; ++j) {
+            int column = 8 * min_of(v0 + 32 * j, vectors - 1);
+            scale[j] = from.scales[int64_t{column / scale_group} * from.stride];
+            MEGAMOE_UNROLL
+            for (int w = 0; w < 2; ++w)
+                words[j][w] = *reinterpret_cast<const uint32_t*>(row + Words::place(column + 4 * w));
         }
-        uint32_t pairs[4];
         MEGAMOE_UNROLL
-        for (int i = 0; i < 4; ++i)
-            pairs[i] =
-                arch::pack_bf16x2(value[i / 2][i % 2 * 2] * scale, value[i / 2][i % 2 * 2 + 1] * scale);
-        for (uint32_t left = targets.lanes; left != 0; left &= left - 1) {
-            int64_t to = arch::shfl(targets.mine, arch::ffs0(left));
-            arch::store_vec_below(pool + to * vectors, v, vectors, {pairs[0], pairs[1], pairs[2], pairs[3]});
+        for (int j = 0; j < in_flight; ++j) {
+            float value[2][4];
+            uint32_t pairs[4];
+            MEGAMOE_UNROLL
+            for (int w = 0; w < 2; ++w) arch::unpack_e4m3x4(words[j][w], value[w]);
+            MEGAMOE_UNROLL
+            for (int i = 0; i < 4; ++i)
+                pairs[i] = arch::pack_bf16x2(value[i / 2][i % 2 * 2] * scale[j],
+                                             value[i / 2][i % 2 * 2 + 1] * scale[j]);
+            for (uint32_t left = targets.lanes; left != 0; left &= left - 1) {
+                int64_t to = arch::shfl(targets.mine, arch::ffs0(left));
+                arch::store_vec_below(pool + to * vectors, v0 + 32 * j, vectors,
+                                      {pairs[0], pairs[1], pairs[2], pairs[3]});
+            }
         }
     }
 }

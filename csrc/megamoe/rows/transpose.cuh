@@ -58,23 +58,26 @@ MEGAMOE_DEVICE float find_rows(const Context& ctx, int block, int group, bool is
 MEGAMOE_DEVICE void transpose_tile(const FourRows& rows, int columns, uint32_t* to) {
     to += arch::lane_idx();
     MEGAMOE_UNROLL_BY(1)
-    for (int c = 0; c < scale_group; c += 8) {
-        TwoWords data[4];
+    for (int c = 0; c < scale_group; c += 16) {
+        uint4_t data[4];
         MEGAMOE_UNROLL
         for (int j = 0; j < 4; ++j) {
-            data[j] = {0, 0};
+            data[j] = {0, 0, 0, 0};
             if (rows.by[j] != 0.0f && c < columns)
-                data[j] = *reinterpret_cast<const TwoWords*>(rows.base + int64_t{rows.at[j]} * 16 + c);
+                data[j] = *reinterpret_cast<const uint4_t*>(rows.base + int64_t{rows.at[j]} * 16 + c);
         }
         MEGAMOE_UNROLL
-        for (int w = 0; w < 2; ++w) {
+        for (int w = 0; w < 4; ++w) {
             uint32_t pairs[2][4];
             MEGAMOE_UNROLL
             for (int i = 0; i < 2; ++i) {
                 float v[2][4];
                 MEGAMOE_UNROLL
-                for (int j = 0; j < 2; ++j)
-                    arch::unpack_e4m3x4(w == 0 ? data[2 * i + j].first : data[2 * i + j].second, v[j]);
+                for (int j = 0; j < 2; ++j) {
+                    const uint4_t& row = data[2 * i + j];
+                    const uint32_t words[4] = {row.x, row.y, row.z, row.w};
+                    arch::unpack_e4m3x4(words[w], v[j]);
+                }
                 MEGAMOE_UNROLL
                 for (int k = 0; k < 4; ++k)
                     pairs[i][k] = arch::pack_e4m3x2(v[0][k] * rows.by[2 * i], v[1][k] * rows.by[2 * i + 1]);
@@ -82,7 +85,7 @@ MEGAMOE_DEVICE void transpose_tile(const FourRows& rows, int columns, uint32_t* 
             MEGAMOE_UNROLL
             for (int k = 0; k < 4; ++k) to[(4 * w + k) * 32] = pairs[0][k] | pairs[1][k] << 16;
         }
-        to += 8 * 32;
+        to += 16 * 32;
     }
 }
 
