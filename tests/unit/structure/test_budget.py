@@ -14,7 +14,7 @@ EQUIPMENT = (
     "megamoe/backends/emulate",
     "megamoe/testing",
 )
-BUDGETS = {"product": 34_986, "equipment": 3_846}
+BUDGETS = {"product": 35_000, "equipment": 3_846}
 
 
 def lines() -> dict[str, int]:
