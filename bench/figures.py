@@ -172,6 +172,12 @@ OURS_OF: dict[int, dict[str, Any]] = {
     r: {"file": PEER, "run": "", "mode": "cool", "kernel": "megamoe", "ranks": r} for r in (1, 2, 4)
 }
 PEERS_OF = {r: {**of, "kernel": "DeepGEMM"} for r, of in OURS_OF.items()}
+# What in that file is of other commits than its name says; the lines above its parts say so, too.
+OLDER = {
+    2: "Next to DeepGEMM, two GPUs are of commit 582780f.",
+    4: """Next to DeepGEMM, DeepSeek-V3 with 8 to 512 tokens and DeepSeek-V4-Flash with 64 and 512 are of 2026-11-26,
+        commit 938254c, on four GPUs.""",
+}
 
 
 def over_deepgemm(model: str, tokens: int, ranks: int = 4) -> float:
@@ -183,6 +189,19 @@ BY_E4M3, _BY_BF16 = ({"gradients": f"bf16 by {kind}"} for kind in ("e4m3", "bf16
 BY_BF16 = "FP8, BF16 dW"
 ALL = [(model, tokens) for model in MODELS for tokens in TOKENS]
 LARGE = [("dsv3", 4096), *((model, 8192) for model in MODELS if model != "dsv3")]
+
+
+def few_tokens() -> str:
+    cases = [*((m, t) for m in MODELS for t in (8, 64)), ("flash", 512), ("qwen3-30b", 512)]
+    columns: dict[str, Column] = {
+        "one GPU": OURS_OF[1],
+        "DeepGEMM": PEERS_OF[1],
+        "speed-up": (PEERS_OF[1], OURS_OF[1]),
+        "two GPUs": OURS_OF[2],
+        "DeepGEMM on two": PEERS_OF[2],
+        "speed-up on two": (PEERS_OF[2], OURS_OF[2]),
+    }
+    return f"{pivot('model, tokens', token_rows(cases), columns)}\n\n{OLDER[2]}"
 
 
 def forward() -> str:
@@ -200,10 +219,8 @@ def forward() -> str:
             "GEMMs alone BF16": {**GEMMS, "precision": "bf16"},
         },
     )
-    older = """FP8 of DeepSeek-V3 with 8 to 512 tokens and of DeepSeek-V4-Flash with 64 and 512, and DeepGEMM beside it,
-        are of 2026-11-26, commit 938254c."""
     differs = f"DeepGEMM's y differs from ours by {differs} (relative Frobenius norm)."
-    return f"{made}\n\n{wrapped(f'{older} {differs}')}"
+    return f"{made}\n\n{wrapped(f'{OLDER[4]} {differs}')}"
 
 
 FOUR_GPUS: dict[str, Callable[[], str]] = {
@@ -353,21 +370,7 @@ _PASSES: dict[str, dict[str, Any]] = {
     "8,192": {"part": "large", "direction": "forward"},
 }
 ONE_GPU: dict[str, Callable[[], str]] = {
-    "few": partial(
-        pivot,
-        "model, tokens",
-        token_rows(
-            [*((m, t) for m in MODELS for t in (8, 64)), ("flash", 512), ("qwen3-30b", 512)]
-        ),
-        {
-            "one GPU": OURS_OF[1],
-            "DeepGEMM": PEERS_OF[1],
-            "speed-up": (PEERS_OF[1], OURS_OF[1]),
-            "two GPUs": OURS_OF[2],
-            "DeepGEMM on two": PEERS_OF[2],
-            "speed-up on two": (PEERS_OF[2], OURS_OF[2]),
-        },
-    ),
+    "few": few_tokens,
     "e4m3": e4m3_weights,
     "loop": partial(
         pivot,
@@ -663,7 +666,7 @@ def speed() -> str:
     note = f"""The Qwen3-MoE (107 M parameters, 300 steps, one seed) ended with a loss {loss_gap():.1f} % above that of
         transformers' own experts. Four more seeds on one H200 at commit dac9b21 showed that this was chance: there the
         losses differ by {average:.2f} %, with a standard error of {error:.2f} %."""
-    above = """2026-11-28, commit 5067e49; a Qwen3-MoE 2026-11-26, 0198aff; last row ca7e45d."""
+    above = f"""2026-11-28, commit 5067e49; a Qwen3-MoE 2026-11-26, 0198aff; last row ca7e45d. {OLDER[4]} {OLDER[2]}"""
     made = table(above, ["what", "compared with", "BF16", "FP8"], rows)
     return f"{made}\n\n{wrapped(note)}"
 
