@@ -17,7 +17,7 @@ struct ScaledRow {
 template <class Words>
 MEGAMOE_DEVICE void fan_out_dequantized(ScaledRow from, uint4_t* pool, int vectors, LaneRows targets) {
     auto* row = reinterpret_cast<const uint8_t*>(from.values);
-    constexpr int in_flight = 4;
+    constexpr int in_flight = pulls_in_flight;
     MEGAMOE_UNROLL_BY(1)
     for (int v0 = arch::lane_idx(); v0 - arch::lane_idx() < vectors; v0 += 32 * in_flight) {
         float scale[in_flight];

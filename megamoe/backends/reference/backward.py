@@ -54,9 +54,8 @@ def backward(
         a launch of one pass; x_rows, dy_rows, dgu and hs are those values.
     Returns, by home rank: dx [T, H], d_topk_weights [T, K]. By expert rank: rows (Rows), dy_rows, x_rows [M, H],
     row_weight [M], gate_up [M, P*I], dh, h [M, I], d_s [M], dgu [M, P*I], hs [M, I], dx_rows [M, H], partials
-    [all T, H], dw13, dw2, db13, db2 (shapes of the weights). d_topk_weights_size and d_s_size: the Euclidean norms of
-    what sums to these, which may cancel. Raises ValueError for an unknown rounding, and lists or a gate_up of another
-    size.
+    [all T, H], dw13, dw2, db13, db2 (shapes of the weights). d_topk_weights_size, d_s_size: the norms of the terms that
+    sum to these. Raises ValueError for an unknown rounding, and lists or a gate_up of another size.
     """
     if rounding not in ("kernel", "none"):
         raise ValueError(f'rounding is {rounding!r}, expected "kernel" or "none"')
@@ -114,8 +113,9 @@ def backward(
             dh = note("dh", _times(problem, rows, dy_values, experts, "w2"))
             unscaled, h = activation_gradient(problem.activation, gu, dh)
             note("h", h)
-            d_s = (dh * h).sum(1)
-            size[rows.token, rows.k] = note("d_s_size", (dh * h).norm(dim=1))
+            terms = dh * h
+            d_s = terms.sum(1)
+            size[rows.token, rows.k] = note("d_s_size", terms.norm(dim=1))
             if experts.b2 is not None:
                 d_s = d_s + (dy_values * experts.b2.to(wide)[rows.expert]).sum(1)
             d_scores[rows.token, rows.k] = note("d_s", d_s)  # a (token, k) has one expert
