@@ -1,4 +1,4 @@
-"""Compile CUDA source to a cubin with NVRTC, for which pip wheels are enough. Needs no GPU."""
+"""Compile CUDA source to a cubin with NVRTC, which pip wheels provide. Needs no GPU."""
 
 from __future__ import annotations
 

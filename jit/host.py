@@ -1,4 +1,4 @@
-"""Variant -> shared object of the emulated kernel (csrc/fibers). Needs g++ and no GPU."""
+"""Compile a variant of the emulated kernel (csrc/fibers) into a shared object. Needs g++ and no GPU."""
 
 from __future__ import annotations
 

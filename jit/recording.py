@@ -1,4 +1,4 @@
-"""Launch kernels so that others see what a thread allocates and launches: megamoe/ops/calls.py repeats it."""
+"""Record what a thread allocates and launches, so that megamoe/ops/calls.py can repeat it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Let PEFT (0.21) add LoRA to GPT-OSS's packed experts, by the names that they have as floats.
+"""Let PEFT (0.21) add LoRA to GPT-OSS's packed experts, under the parameter names of float experts.
 
     import megamoe.adapters.peft
 
@@ -6,9 +6,8 @@
     config = LoraConfig(target_modules=[], target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"])
     model = peft.get_peft_model(model, config)  # or PeftModel.from_pretrained(model, folder)
 
-Packed experts show these two parameters while PEFT looks for its targets. A wrapper like PEFT's own holds the factors,
-with the names and shapes that they have on float experts. PEFT merges them into the weights in each forward pass. Here
-transformers_lora.py takes them as they are.
+Packed experts show these two parameters while PEFT looks for its targets. A wrapper holds the factors, named and shaped
+as on float experts. PEFT would merge them into the weights; transformers_lora.py multiplies them separately.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Options: what most layers leave at its defaults, for models, training loops and backends, in one record."""
+"""Define `Options`: settings of models, training loops and backends that most layers leave at their defaults."""
 
 from __future__ import annotations
 

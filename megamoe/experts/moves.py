@@ -1,4 +1,4 @@
-"""Moves from one placement's slots to another's: which rows each rank sends, fetches and copies."""
+"""Plan moves from one placement's slots to another's: which rows each rank sends, fetches and copies."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Which experts a tensor holds: in state dicts, in checkpoints of torch.distributed (DCP), as DTensors.
+"""Determine which experts a tensor holds: in state dicts, in checkpoints of torch.distributed (DCP), as DTensors.
 
-A rank's w13 has L of E experts. In state dicts of a layer over more than one rank it is a DTensor over all E, so that
-torch's functions for checkpoints are right; where no DTensor describes it, ExpertRows. `Place.take` is the way back,
-and refuses what another rank holds.
+A rank's w13 has L of E experts. If the layer has several ranks, state dicts contain it as a DTensor over all E, so that
+torch's functions for checkpoints work. If no DTensor can describe it, they contain ExpertRows. `Place.take` converts
+back, and rejects experts of another rank.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rows of a tensor over all experts that DTensor cannot describe, for state dicts and torch.distributed checkpoints."""
+"""Define `ExpertRows`: rows of a tensor over all experts that DTensor cannot describe, for state dicts and DCP."""
 
 from __future__ import annotations
 

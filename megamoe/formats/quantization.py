@@ -1,7 +1,7 @@
 """Quantize to FP8: activations in groups of 1x128 or by token, weights in blocks of 128x128 or by channel.
 
 The formula is docs/numerics.md, "Quantization": amax = max(max|v|, 1e-10), scale = amax / 448, q = e4m3(clamp(v * (448
-/ amax), -448, 448)), value = q * scale; in fp32, with exactly these two divisions.
+/ amax), -448, 448)), value = q * scale. It computes in fp32, with exactly these two divisions.
 """
 
 from __future__ import annotations

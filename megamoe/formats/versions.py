@@ -1,9 +1,9 @@
 """Track versions of tensors, to know whether a quantized copy still matches its source.
 
 A version is (storage, offset, tensor._version) of each source, the optimizer steps of the process, shape and strides.
-torch counts most writes in tensor._version. FSDP2 gathers into one storage without changing it, and fused optimizers do
-not count their writes. An optimizer step is the one event that both have in common. A step counts before and after its
-writes, because an optimizer's own post-step hooks, which may call a layer, run before those of all optimizers.
+torch counts most writes in tensor._version. FSDP2 gathers into one storage without changing _version, and fused
+optimizers do not count their writes. Both happen around an optimizer step, so steps are counted, too. A step counts
+before and after its writes: an optimizer's own post-step hooks may call a layer, and run before the global ones.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ _made: WeakKeyDictionary[Any, Counter[str]] = WeakKeyDictionary()  # what was ma
 
 @dataclass(frozen=True)
 class RankConfig:
-    """What a rank says before memory is taken: `own` may differ; `equal`, name -> value, and `problem` must not."""
+    """Hold what a rank tells the others before memory is allocated. Only `own` and the rank may differ."""
 
     own: Any = None
     equal: Mapping[str, Any] = field(default_factory=dict)
@@ -47,35 +47,35 @@ class RankConfig:
 
 
 class Group:
-    """Ranks that share layers: those of a process group of torch.distributed, or one that is alone.
+    """Represent the ranks that share layers: those of a torch.distributed process group, or one rank alone.
 
     process_group: of any backend; None: alone. Groups over one process group are equal.
-    in_process: whether no other process takes part.
+    in_process: True if no other process takes part.
 
-    Every exchange is collective, waits on the host, and begins with a mark, so that ranks that come for different calls
-    are named on all of them: RankMismatch.
+    Every exchange is collective, waits on the host, and begins with a mark. If ranks make different calls, all of them
+    raise RankMismatch, which names the calls.
     """
 
     in_process: bool
 
     def __init__(self, process_group: Any = None) -> None:
         self.process_group = process_group
-        self.num_hosts: int | None = None  # what a mesh of two dimensions says
+        self.num_hosts: int | None = None  # of a mesh of two dimensions
         alone = process_group is None
         self.rank = 0 if alone else dist.get_rank(process_group)
         self.size = 1 if alone else dist.get_world_size(process_group)
         self.in_process = self.size == 1
         # torch's "fake" backend exchanges nothing
         self._exchanges = self.size > 1 and dist.get_backend(process_group) != "fake"
-        # Whether the others know of the collective call that this rank is in: by an exchange, or a launch.
+        # True if an exchange or launch has told the others that this rank is in the collective call.
         self.met = False
 
     @staticmethod
     def of(given: Any) -> Group:
-        """Return the group that a user's argument stands for; a Group is handed through.
+        """Convert a user's argument to a Group; return a Group as it is. Raises ConfigError.
 
-        None is refused where several processes were started but torch.distributed is not set up, since
-        dist.group.WORLD is None then: "alone" says that each rank is meant to hold all experts. Raises ConfigError.
+        If several processes were started but torch.distributed is not initialized, dist.group.WORLD is None. So None is
+        rejected then. "alone" states that each rank is meant to hold all experts.
         """
         if isinstance(given, Group):
             return given
@@ -115,7 +115,7 @@ class Group:
         return hash(self.process_group)
 
     def number(self, what: str) -> int:
-        """Count one more of `what`, made on this group: equal on all ranks, since that is collective. Alone: 0."""
+        """Count one more `what` of this group; equal on all ranks, because creation is collective. Alone: 0."""
         if self.process_group is None:
             return 0
         counts = _made.setdefault(self.process_group, Counter())
@@ -123,11 +123,11 @@ class Group:
         return counts[what]
 
     def mark(self, problem: Problem) -> Mark:
-        """Return the mark of a backend that is made now."""
+        """Return the mark of a new backend."""
         return Mark(self.number("backends"), problem.fingerprint() & 0x7FFFFFFF)
 
     def label(self, rank: int) -> str:
-        """Return how errors of its exchanges call a rank."""
+        """Return the name of a rank in errors of exchanges."""
         return f"rank {rank}"
 
     # --- exchanges ---
@@ -135,10 +135,10 @@ class Group:
     def meet(
         self, mark: Sequence[int], parts: Sequence[Tensor] | Tensor = ()
     ) -> tuple[Tensor, Tensor]:
-        """Exchange WIDTH numbers with each rank: the mark, then what `parts` [R] has for it. Collective.
+        """Exchange WIDTH numbers with each rank: the mark, then the rank's entry of `parts` [R]. Collective.
 
-        mark: Mark.ints(), or mark_of(). Raises RankMismatch unless all meet for the same. Returns what came
-        [R, WIDTH] int32, and its copy in CPU memory.
+        mark: Mark.ints(), or mark_of(). Raises RankMismatch if marks differ. Returns the received [R, WIDTH] int32,
+        and its copy in CPU memory.
         """
         self.met = True
         device = parts[0].device if len(parts) else self._device()
@@ -160,7 +160,7 @@ class Group:
         return table, found
 
     def gather(self, mark: Sequence[int], value: Any) -> dict[int, Any]:
-        """Return rank -> its value, picklable. Collective: one exchange where all fit beside the mark, else two."""
+        """Return rank -> its value, picklable. Collective: one exchange if all fit next to the mark, else two."""
         if not self._exchanges:
             return {self.rank: value}
         data, device = pickle.dumps(value), self._device()
@@ -173,30 +173,30 @@ class Group:
         if max(sizes) > _ROOM:
             row = _padded(data, max(sizes)).to(device)
             rows = self._swap(row.expand(self.size, -1).contiguous()).cpu()
-        self.met = False  # what follows is another step of the same call
+        self.met = False  # another step of the same call follows
         pairs = zip(rows, sizes, strict=True)
         return {
             rank: pickle.loads(row[:n].numpy().tobytes()) for rank, (row, n) in enumerate(pairs)
         }
 
     def begin(self, call: str) -> None:
-        """Begin a collective call of CALLS: raise RankMismatch, on all ranks, unless all come for it. Collective."""
+        """Begin a collective call of CALLS. If ranks begin different calls, all raise RankMismatch. Collective."""
         if self._exchanges:
             self.meet(mark_of(call))
 
     # --- errors ---
 
     def together(self, call: str, backend: Callable[[], Any] = lambda: None) -> Together:
-        """Return a context that raises an error of its block on all ranks, if it comes before the ranks have met.
+        """Return a context: if its block raises an error before this rank has met the others, all ranks raise.
 
         Args:
-            call: What the other ranks wait in, one of CALLS.
-            backend: Returns the backend that ends their wait if it is a call of a layer, else None.
+            call: The call that the other ranks wait in, one of CALLS.
+            backend: Returns the backend that ends their wait in a call of a layer. Other calls: None.
         """
         return Together(self, call, backend)
 
     def fail(self, mark: Sequence[int], error: Exception, device: Any = None) -> None:
-        """Take part in the exchange that the others begin with this mark: they raise PeerFault. Collective.
+        """Join the exchange that the others begin with this mark, and make them raise PeerFault. Collective.
 
         device: Where the others' numbers are. Default: as in meet().
         """
@@ -205,16 +205,16 @@ class Group:
         self.meet([mark[0] | FAILED, mark[1]], [text] * self.size)
 
     def barrier(self) -> None:
-        """Wait until all ranks are here: the host waits, on every backend, unlike in NCCL's barrier."""
+        """Wait for all ranks. The host waits on every backend, unlike in NCCL's barrier."""
         self.begin("a barrier")
 
     def _device(self) -> torch.device:
-        """Return where small tensors of an exchange lie, as dist.all_gather_object chooses it."""
+        """Return the device for small tensors of an exchange, as dist.all_gather_object chooses it."""
         nccl = self._exchanges and dist.get_backend(self.process_group) == "nccl"
         return torch.device("cuda" if nccl else "cpu")
 
     def _swap(self, rows: Tensor) -> Tensor:
-        """rows: [R, N], one for each rank -> those that came from each, as bytes: one kind of collective for all."""
+        """Send row r of [R, N] to rank r, as bytes, and return the received rows. All exchanges use this collective."""
         out, ones = torch.empty_like(rows), [1] * self.size
         received, sent = (t.view(torch.uint8) for t in (out, rows))
         options = {"group": self.process_group, "async_op": True}
@@ -222,22 +222,21 @@ class Group:
         return out
 
     def wait(self, work: Any) -> None:
-        """Wait until an operation of torch.distributed is done: where it runs on a GPU, the stream does."""
+        """Wait for an operation of torch.distributed. If it runs on a GPU, the stream waits, not the host."""
         work.wait()
 
     # --- what ranks agree on ---
 
     def agree(self, call: str, state: Callable[[], RankConfig]) -> dict[int, Any]:
-        """Return rank -> RankConfig.own of what state() returned there. Collective.
+        """Return rank -> RankConfig.own of the result of state() on that rank. Collective.
 
-        call: what this begins, of CALLS.
-        Raises this rank's error, or else PeerFault with that of another rank, or RankMismatch where what has to be
-        equal is not: on all ranks or on none.
+        call: the call that this begins, of CALLS. All ranks raise, or none: this rank's error, PeerFault with the
+        error of another rank, or RankMismatch if values differ that must be equal.
         """
         with self.together(call):
             facts = state()
             by_rank: dict[int, RankConfig] = self.gather(mark_of(call), facts)
-            self.met = True  # what this raises all ranks do
+            self.met = True  # all ranks raise the same error
             self._check_equal(by_rank)
         self.met = False
         return {rank: stated.own for rank, stated in by_rank.items()}
@@ -270,8 +269,8 @@ class Group:
 
 
 class Together:
-    """What Group.together() returns. It may be entered again. Where torch compiles it does nothing: if a call fails
-    there, torch makes it again without compiling, and an operator does not fail before its graph runs."""
+    """The context of Group.together(), which may be entered again. While torch compiles it does nothing: torch repeats
+    a call that fails then without compiling, and an operator does not fail before its graph runs."""
 
     def __init__(self, ranks: Group, call: str, backend: Callable[[], Any]) -> None:
         self._ranks, self._call, self._backend = ranks, call, backend
@@ -286,7 +285,7 @@ class Together:
 
     @uncompiled("an error of one rank has to reach the others")
     def tell(self, error: Exception) -> None:
-        """Raise an error of this rank on the others, unless this rank has met them: then they know."""
+        """Make the other ranks raise this rank's error, unless this rank has met them: then they know it."""
         ranks = self._ranks
         if ranks.met or not ranks._exchanges:
             return
@@ -302,7 +301,7 @@ class Together:
 
 
 def _of_hosts(mesh: DeviceMesh) -> Group:
-    """Return the group of a mesh whose first dimension are hosts: all of its ranks, host by host."""
+    """Return the group of all ranks of a mesh, host by host. The first dimension of the mesh is hosts."""
     ranks = mesh.mesh.flatten().tolist()
     if ranks != sorted(ranks):
         raise ConfigError("group", f"a mesh of ranks {ranks}", "one whose ranks ascend")
@@ -314,7 +313,7 @@ def _of_hosts(mesh: DeviceMesh) -> Group:
 
 @lru_cache(maxsize=256)  # a copy from the host's memory would wait for the stream at every call
 def _marked(mark: tuple[int, ...], size: int, device: torch.device) -> Tensor:
-    """Return [size, WIDTH] int32, which nobody writes: the mark and zeros."""
+    """Return [size, WIDTH] int32, the mark and zeros. The tensor is shared: do not write to it."""
     with lasting():
         row = torch.tensor([*mark, *[0] * (WIDTH - MARK_INTS)], dtype=torch.int32, device="cpu")
         return row.repeat(size, 1).to(device)
@@ -331,7 +330,7 @@ def _unpacked(numbers: Tensor) -> str:
 
 
 def _unequal(mine: Problem | None, other: Problem | None) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (name, this value, the other's) of what differs in two ranks' problems."""
+    """Yield (name, value, other value) for each field that differs between two ranks' problems."""
     for part in fields(Problem) if mine is not None and other is not None else ():
         values = getattr(mine, part.name), getattr(other, part.name)
         if part.name != "rank" and values[0] != values[1]:

@@ -29,7 +29,7 @@ from megamoe.launch.table import (
 )
 
 LAYER_HASH = 0x9E3779B1  # odd: no two of 2^32 layers of one configuration hash alike
-# The pointers of a call, one after the other in Args: written at once, since a field costs 0.1 us.
+# The pointers of a call are adjacent in Args and written at once, because a field costs 0.1 us.
 _CALL, _CALL_FIELDS = (
     struct.Struct("<6Q"),
     ("rows_in", "topk_ids", "topk_weights", "num_tokens_device", "rows_out", "in_scale"),
@@ -42,20 +42,19 @@ PROFILE_SLOTS = 80  # int64 of a CTA, see csrc/megamoe/cta/profile.cuh
 
 @dataclass(frozen=True)
 class Plan:
-    """The layout of one layer on one rank: what does not change between launches.
+    """Hold the layout of one layer on one rank, which does not change between launches.
 
-    window_tokens: max_tokens of the window, which may be shared with larger layers. All strides
-        follow it.
+    window_tokens: max_tokens of the window, which larger layers may share. It determines all strides.
     """
 
     problem: Problem
     pool_rows: int
     window_tokens: int = 0  # 0: the problem's own
-    weight_gradients: str = "bf16"  # what they are products of: the layer's option
+    weight_gradients: str = "bf16"  # their operands, an option of the layer
 
     @property
     def transposes(self) -> bool:
-        """Whether weight gradients multiply transposed e4m3, not bf16 rows."""
+        """True if weight gradients multiply transposed e4m3, not bf16 rows."""
         return self.weight_gradients == "e4m3"
 
     @cached_property
@@ -80,12 +79,12 @@ class Plan:
 
     @cached_property
     def state_offset(self) -> int:
-        """Where the workspace's memory holds the state of calls that bring none of their own."""
+        """Offset in the workspace's memory of the state of calls that have no state of their own."""
         return self.workspace.bytes
 
     @cached_property
     def workspace_bytes(self) -> int:
-        """Bytes of the workspace, with the state behind it."""
+        """Bytes of the workspace and of the state after it."""
         return self.state_offset + self.state.bytes
 
     @cached_property
@@ -95,31 +94,29 @@ class Plan:
 
     @cached_property
     def backward(self) -> Regions:
-        """Regions of backward's part of the workspace, which is memory of its own."""
+        """Regions of backward's workspace, which is separate memory."""
         return layout.backward_regions(self.strided, self.pool_rows, self.weight_gradients)
 
     @cached_property
     def stash(self) -> Regions:
-        """Regions of what a backward pass keeps for weight gradients of several."""
+        """Regions of the rows that a backward pass stashes for weight gradients of several passes."""
         return layout.stash_regions(self.strided, self.pool_rows, self.weight_gradients)
 
     def views(self, memory: Tensor) -> dict[str, Tensor]:
-        """memory: [workspace_bytes] uint8 -> every region of the workspace and of the state in it."""
+        """Return views of every region of the workspace and its state. memory: [workspace_bytes] uint8."""
         return self.workspace.views(memory) | self.state.views(memory[self.state_offset :])
 
 
 @dataclass(frozen=True)
 class LaunchContext:
-    """Where the launches of a layer run, and how long they wait: the same from launch to launch.
+    """Hold the addresses and time-outs that all launches of a layer share.
 
-    window_bases: of all ranks, as mapped here. workspace_base: of plan.workspace_bytes; calls leave their state there
-        unless fill_state says otherwise. fault, profile: addresses.
-    epoch: address of the epoch cell when it is not the workspace's own (layers that share a window share one).
-    layer: which of the window's; it goes into the hash, so that ranks that call equal layers in different orders
-        notice.
-    join_ns: how long a launch waits for SMs that others hold, before it does without; 0: until it has all of its CTAs.
-    peers_ns: how long it waits with all of its SMs for a peer's launch to begin, before it leaves half of them to
-        others.
+    window_bases: windows of all ranks, as mapped here. workspace_base: memory of plan.workspace_bytes. It also holds
+        the state of calls without fill_state(). fault, profile: addresses.
+    epoch: address of the epoch cell, if layers share a window. 0: the workspace's own.
+    layer: number of the layer in its window. It is part of the hash, so ranks notice different orders of calls.
+    join_ns: how long a launch waits for SMs that other kernels hold. Then it runs on fewer. 0: it needs all CTAs.
+    peers_ns: how long it waits, on all of its SMs, for a peer's launch to begin. Then it leaves half of them to others.
     """
 
     window_bases: Sequence[int]
@@ -135,9 +132,9 @@ class LaunchContext:
 
 
 def fill_static(args: Any, plan: Plan, context: LaunchContext, encoder: Encoder) -> None:
-    """Fill what stays the same from launch to launch: sizes, regions, the maps over the workspace.
+    """Fill the arguments that all launches share: sizes, regions, the maps over the workspace.
 
-    args: a zeroed one of abi.LAUNCHES; of backward, fill_backward() fills the table.
+    args: a zeroed argument of abi.LAUNCHES. For backward, fill_backward() fills the table.
     """
     p = plan.strided
     address = plan.workspace.at(context.workspace_base)
@@ -169,7 +166,7 @@ def fill_static(args: Any, plan: Plan, context: LaunchContext, encoder: Encoder)
     args.max_chunks = layout.max_chunks(p)
     args.ready_cells = plan.window["window_ready"].shape[1]
     args.step_blocks = context.step_blocks
-    # Whoever states the length of a step gets the order by steps, without meetings.
+    # A given step length selects the order by steps, without meetings.
     gb_per_s = 0.0 if context.step_blocks else meetings.bandwidth()
     meetings.fill(args.meet, address["came"], p, plan.pool_rows, gb_per_s)
     args.config_hash = (p.fingerprint() + context.layer * LAYER_HASH) & 0xFFFFFFFF
@@ -183,7 +180,7 @@ def fill_static(args: Any, plan: Plan, context: LaunchContext, encoder: Encoder)
 
 
 def _fill_expanded(args: Any, plan: Plan, address: dict[str, int], encoder: Encoder) -> None:
-    """Say where expanded weights lie, for launches that can have some."""
+    """Fill the addresses of expanded weights, for launches that may have some."""
     expanded, region = args.expanded, plan.workspace.get("panels")
     expanded.ready, expanded.above = address["panel_ready"], panels.above(plan.strided)
     if region is None:
@@ -195,7 +192,7 @@ def _fill_expanded(args: Any, plan: Plan, address: dict[str, int], encoder: Enco
 
 
 def fill_state(args: Any, plan: Plan, base: int) -> None:
-    """Point the launch at the state of its call: the address of memory that holds plan.state."""
+    """Point the launch at the state of its call. base: address of memory for plan.state."""
     for name, address in plan.state.at(base).items():
         setattr(args, name, address)
 
@@ -212,7 +209,7 @@ def fill_weights(args: Any, plan: Plan, weights: ExpertWeights, encoder: Encoder
 
 
 def fill_packed(expanded: Any, rows: Iterable[Row]) -> None:
-    """Say where packed weights lie. rows: of weight_rows(), in the order of the launch's GEMMs."""
+    """Fill the addresses of packed weights. rows: of weight_rows(), in the order of the launch's GEMMs."""
     for i, row in enumerate(rows):
         assert row.b is not None
         expanded.packed[i] = row.b.base
@@ -228,7 +225,7 @@ def fill_call(
     num_tokens_device: Tensor | None = None,
     x_scale: Tensor | None = None,
 ) -> None:
-    """Fill what changes with every call: the tensors."""
+    """Fill the tensors of a call."""
     args.num_tokens, args.ids_are_int64 = x.shape[0], topk_ids.dtype == torch.int64
     fill_pointers(args, x, topk_ids, topk_weights, y, num_tokens_device, x_scale)
 
@@ -242,7 +239,7 @@ def fill_pointers(
     num_tokens_device: Tensor | None,
     x_scale: Tensor | None = None,
 ) -> None:
-    """Fill what changes from call to call when shapes and types do not."""
+    """Fill the addresses of a call whose shapes and types have not changed."""
     source, target = x.data_ptr(), y.data_ptr()
     if (source | target) % 16:
         raise ArgumentError("x or out", hex(source), "16-byte aligned storage")

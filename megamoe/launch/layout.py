@@ -1,10 +1,9 @@
 """Compute the regions of window, workspace and a call's state. No other file computes an offset.
 
-The window is symmetric memory. The workspace is ordinary memory whose contents outlive no launch. The state is what a
-call saves so that the workspace's tables can be rebuilt. A training call saves a larger state, which the backward pass
-reads together with its own workspace.
+The window is symmetric memory. The workspace is ordinary memory with contents for one launch. The state is what a call
+saves to rebuild the workspace's tables. A training call saves more, and its backward pass has its own workspace.
 
-Names are those of the fields of Args, State and Backward in csrc/megamoe/layout/args.h, which explains each region.
+Regions have the names of the fields of Args, State and Backward in csrc/megamoe/layout/args.h, which explains each.
 """
 
 from __future__ import annotations

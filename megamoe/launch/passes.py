@@ -1,4 +1,4 @@
-"""Run passes over rows outside of the layer's launches, by a kernel of jit/quantize.py if possible, else by torch."""
+"""Run passes over rows outside of the layer's launches: by a kernel of jit/quantize.py if possible, else by torch."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Build the table of a launch: one row for each of its GEMMs, see csrc/megamoe/layout/args.h.
 
-Each list of rows contains what is known at one time: of the pool when a layer is created, of weights when they are
-passed, of gradients in each call. A field that is None leaves the argument unchanged. write() writes a list into a
-launch's argument; tests compare the same lists.
+Each list of rows contains what is known at one time: the pool's part when a layer is created, the weights' part when
+they are passed, and the gradients' part in each call. A field that is None leaves the argument unchanged. write()
+writes a list into a launch's argument. Tests compare the same lists.
 """
 
 from __future__ import annotations

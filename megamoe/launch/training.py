@@ -1,9 +1,10 @@
 """Fill what a training launch needs in addition: the state of its call and, for backward, the other operands.
 
-A `train` launch: arguments.fill_static, fill_weights, fill_call, and fill_train_state here. A `backward` launch:
-arguments.fill_static; fill_backward and fill_backward_weights here, once for each layer and set of weights;
-fill_train_state, fill_gradients and fill_backward_call for each call. Each direction needs its own Args, because the
-operands they share are at different addresses. Weight gradients of kept passes: fill_stashed_weights.
+    train      arguments.fill_static, fill_weights, fill_call; fill_train_state
+    backward   once: arguments.fill_static; fill_backward, fill_backward_weights. In each call: fill_train_state,
+               fill_gradients, fill_backward_call. Weight gradients of stashed passes: fill_stashed_weights
+
+Each direction needs its own Args, because the operands that they share are at different addresses.
 """
 
 from __future__ import annotations

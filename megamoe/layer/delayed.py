@@ -1,7 +1,7 @@
 """Delay weight gradients until backward_dw(): what a layer's backward passes save with delay_wgrad.
 
-With True a pass saves what its call saved, and backward_dw() runs the pass again for weights only. With "keep" it saves
-the rows that weight gradients are computed from instead, and one launch of this rank alone computes several passes.
+With True, a pass keeps what its forward saved, and backward_dw() repeats the pass for weights only. With "keep", it
+keeps the rows that weight gradients multiply. One launch, without communication, then computes several passes.
 """
 
 from __future__ import annotations

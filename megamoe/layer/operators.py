@@ -1,12 +1,12 @@
-"""The layer as torch.library operators, so that torch.compile sees one opaque, differentiable call.
+"""Register the layer as torch.library operators, so that torch.compile sees one opaque, differentiable call.
 
     megamoe::moe_forward(<Inputs>, handle, state_bytes, keep) -> (y, state)
     megamoe::moe_backward(dy, <Inputs>, handle, needs, state) -> (dx, d_topk_weights, dw13, dw2, db13, db2)
 
-`handle` numbers an entry of a table of runtimes (backend, cache of quantized weights): operators take no objects. It is
-a CPU tensor and not an int, so that equal layers share one compiled graph. `keep`: gradients are recorded; `state`
-[state_bytes] uint8 is what the backward pass reads besides the inputs, empty where it is not kept. Both
-are collective, so every rank must need the same gradients; one that is not needed comes back empty.
+`handle` is an index into a table of runtimes, because operators take no objects. It is a CPU tensor and not an int, so
+that equal layers share one compiled graph. `keep` is True if gradients are recorded. Then `state` [state_bytes] uint8
+is what the backward pass reads in addition to the inputs; otherwise it is empty. Both operators are collective, so all
+ranks must need the same gradients. Other gradients are returned empty.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""State dicts of optimizers over experts, which differ between ranks.
+"""Arrange the state dicts of optimizers over experts, which differ between ranks.
 
-A state dict has moments of experts as the module's has the experts: DTensors over all E, or ExpertRows. torch's
-get_optimizer_state_dict() and set_optimizer_state_dict(), DCP and torch.save are then right without functions of ours.
+A module's state dict has experts as DTensors over all E, or as ExpertRows. The optimizer's state dict has their moments
+in the same form. So get_optimizer_state_dict() and set_optimizer_state_dict() of torch, DCP and torch.save work.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Recognize calls like earlier ones: they skip checks, and repeat what the earlier one allocated and launched."""
+"""Recognize calls like an earlier one: they skip checks, and repeat its allocations and launches."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ SOURCES = "version of the sources"  # of the kernels, as errors name it
 
 @dataclass(frozen=True)
 class WindowSpec:
-    """What fixes the window's layout; equal on all ranks."""
+    """Hold the sizes that determine the window's layout; equal on all ranks."""
 
     hidden: int
     top_k: int
@@ -56,7 +56,7 @@ class WindowSpec:
     def mismatch(self, problem: Problem) -> str | None:
         """Return why a layer of `problem` cannot use this window, or None.
 
-        Layouts must coincide, because launch n + 1 may write while a peer still reads what launch n left. So
+        Layouts must be equal, because launch n + 1 may write while a peer still reads results of launch n. So
         hidden, top_k, ep_size and precision are equal, and a smaller max_tokens uses the larger strides.
         """
         other = WindowSpec.of(problem)
@@ -70,9 +70,9 @@ class WindowSpec:
 
 
 class Window:
-    """Symmetric memory of one group on one device. Creating, resetting and closing it is collective.
+    """Hold the symmetric memory of one group on one device. Creating, resetting and closing it is collective.
 
-    agreed: whether the ranks have compared what agree() compares.
+    agreed: True if the ranks have already compared what agree() compares.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Window:
         if not agreed:
             self.agree(problem)
         self.regions = layout.window_regions(problem)
-        self.closed = True  # until all have theirs; nobody launches before all are zero
+        self.closed = True  # until all ranks have allocated and zeroed theirs
         made = transport or env.get("MEGAMOE_TRANSPORT")
         self.group.all_or_none("make its window", lambda: self._allocate(made))
         self.closed = False
@@ -128,7 +128,7 @@ class Window:
         return int(self._epoch[0])
 
     def agree(self, problem: Problem) -> None:
-        """Refuse ranks that were configured differently, naming rank and field. Collective."""
+        """Raise RankMismatch, with rank and field, if ranks are configured differently. Collective."""
 
         def state() -> RankConfig:
             if (size := self.group.size) != problem.ep_size:
@@ -141,23 +141,23 @@ class Window:
             raise UnreachablePeer(f'{apart}; use backend="staged"')
 
     def admit(self, problem: Problem) -> None:
-        """Raise ConfigError when a layer of `problem` cannot use this window."""
+        """Raise ConfigError if a layer of `problem` cannot use this window."""
         self._check_open()
         reason = self.spec.mismatch(problem)
         if reason:
             raise ConfigError(f"this window cannot serve this layer: {reason}")
 
     def add_layer(self) -> int:
-        """Return the number of a new layer; equal on all ranks, since making layers is collective."""
+        """Return the number of a new layer. It is equal on all ranks, because creating layers is collective."""
         self._layers += 1
         return self._layers - 1
 
     def workspace(self, plan: Plan) -> Tensor:
-        """Return the workspace of a layer, zeroed when new, a state behind it. Layers of equal layout share one."""
+        """Return the workspace of a layer, followed by a state, zeroed when new. Layers of equal layout share one."""
         return self._memory_for(self._workspaces, plan, plan.workspace_bytes)
 
     def backward_workspace(self, plan: Plan) -> Tensor:
-        """Return what backward needs besides, zeroed when new: made when a layer of this layout first trains."""
+        """Return backward's own workspace, zeroed when new. The first training of a layout allocates it."""
         return self._memory_for(self._backward_workspaces, plan, plan.backward.bytes)
 
     def _memory_for(self, made: dict[Any, Tensor], plan: Plan, nbytes: int) -> Tensor:
@@ -167,13 +167,13 @@ class Window:
                 raw = torch.zeros(nbytes + layout.ALIGNMENT, dtype=torch.uint8, device=self.device)
                 start = -raw.data_ptr() % layout.ALIGNMENT
                 made[key] = raw[start : start + nbytes]
-                self._synchronize()  # launches may come on any stream
+                self._synchronize()  # launches may use any stream
         return made[key]
 
     # --- faults ---
 
     def poll(self) -> None:
-        """Raise if a launch has failed so far as the host can see without waiting. Nanoseconds."""
+        """Raise the fault of a launch if the host can see it without waiting. It takes nanoseconds."""
         if self.fault.edge and self.broken is None:
             record = {"rank": self.group.rank, "waited_ns": self.timeout_ns}
             record.update(abi.fault_fields(self.fault))
@@ -187,7 +187,7 @@ class Window:
             self._check_open()
 
     def check(self) -> None:
-        """Wait for the device, then raise the fault of any launch; also when a peer's fault ended ours."""
+        """Wait for the device, then raise the fault of any launch, or of a peer whose fault ended ours."""
         self._synchronize()
         self.poll()
         if int(self._abort_cells[0]):
@@ -211,10 +211,10 @@ class Window:
         return fault_to_error({"edge": "peer_abort", "rank": own, "peer": own, "role": ""})
 
     def abort(self, error: Exception) -> None:
-        """End the launch that the other ranks are in, or make next: this rank raises an error and makes none.
+        """End the current or next launch of the other ranks, because this rank raises an error instead of a launch.
 
-        Their launch stops waiting and they raise PeerFault. Like after every fault, the window is broken until reset().
-        This rank's earlier launches are waited for, so that they do not lose their results.
+        Their launch stops waiting, and they raise PeerFault. As after every fault, the window is broken until reset().
+        abort() waits for this rank's earlier launches, so that they keep their results.
         """
         if self.closed or self.broken is not None:  # then the other ranks know
             return
@@ -231,7 +231,7 @@ class Window:
     def reset(self) -> None:
         """Make a broken window usable again. Collective; results of launches in flight are lost.
 
-        No epoch comes again: states that training forwards left before and after must not be taken for one launch's.
+        Epochs continue, so no two training forwards have states of the same epoch.
         """
         self._check_open()
         self._synchronize()
@@ -255,7 +255,7 @@ class Window:
     # --- the end ---
 
     def close(self) -> None:
-        """Free the memory once no rank uses it. Collective; a second call does nothing."""
+        """Free the memory when no rank uses it any more. Collective; a second call does nothing."""
         if self.closed:
             return
         self._synchronize()
@@ -270,7 +270,7 @@ class Window:
 
     def __del__(self) -> None:
         if not getattr(self, "closed", True) and self.group.size > 1:
-            # Freeing is collective; a destructor runs when it likes. The memory stays.
+            # Freeing is collective, but a destructor runs at any time. The memory stays allocated.
             _leaked.append(getattr(self, "_allocation", None))
             warnings.warn(
                 "a megamoe window was deleted without close(): its memory stays allocated",

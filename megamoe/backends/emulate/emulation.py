@@ -29,23 +29,23 @@ from megamoe.launch import arguments, layout, training
 
 REPORT_BYTES = 1 << 16
 DEFAULT_CTAS = 2
-# What backward calls regions that have another name in the workspace where x has no scales.
+# Backward's name -> name in the workspace, of regions that they share if x has no scales.
 _ALSO_CALLED = {"dy_rows": "x_pool", "hs": "h", "dx_rows": "y_rows"}
 
 
 class EmulationError(MegaMoEError):
-    """The emulated machine stopped: a deadlock, or an operation that the hardware would not accept."""
+    """The emulated machine stopped, in a deadlock or at an operation that the hardware would reject."""
 
 
 class Emulation:
-    """All ranks of a group in this process. Windows, workspaces and epochs live as long as the object.
+    """Emulate all ranks of a group in this process. Windows, workspaces and epochs live as long as the object.
 
-    problem: of any rank. num_ctas: of each rank, even. pool_rows: of every rank (None: the default of each).
-    join_ns, peers_ns: see LaunchContext; emulated time. profile: the variants with timestamps; `profiles` has the marks
-    of the last launch, [num_ctas, 80] int64 by rank, in emulated ns.
+    problem: of any rank. num_ctas: per rank, even. pool_rows: per rank; None: each rank's default. join_ns, peers_ns:
+    see LaunchContext, in emulated time. profile: run variants with timestamps. `profiles` then has the marks of the
+    last launch, [num_ctas, 80] int64 by rank, in emulated ns.
 
-    All calls take sequences with one entry a rank. seed: of the order in which fibers run and copies land; 0 is round
-    robin. layer: which of the window's, see arguments.LaunchContext.
+    All calls take sequences with one entry per rank. seed: determines the order in which fibers run and copies land; 0
+    is round robin. layer: number of the layer in the window, see arguments.LaunchContext.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Emulation:
         self.report = ""
         self.broken: MegaMoEError | None = None
         self._prefixes: list[Tensor] = []  # chunk_prefix of the last forward, by rank
-        # What a launch that failed left of its results, by rank
+        # Results that a failed launch may have written, by rank
         self.written: list[list[Tensor | None]] = []
 
     def variant(self, kind: str = "forward") -> Variant:
@@ -102,8 +102,8 @@ class Emulation:
     ) -> list[Tensor]:
         """Run one launch of all ranks. Return their y [T, H] bf16, whatever `out` a call has.
 
-        states: [bytes] uint8 each, where this call leaves its state (Plan.state, or Plan.train_state with kind
-        "train") in place of the workspace's.
+        states: [bytes] uint8 each, memory for the state of this call (Plan.state, or Plan.train_state with kind
+        "train"). Default: the workspace's.
         """
         kept = Kept()
         ys = [nan_like(call.rows[0], torch.bfloat16) for call in calls]

@@ -46,15 +46,15 @@ from megamoe.group.order import BACKWARD, MARK_INTS, RECORDED, WIDTH
 from megamoe.launch.layout import ALIGNMENT
 from megamoe.launch.passes import dequantize_activations, quantize_activations, sum_rows
 
-# Ranks exchange their counts at once, beside the number of a call.
+# Ranks exchange the counts of all chunks at once, next to the number of a call.
 MAX_CHUNKS = WIDTH - MARK_INTS - 1
-CHUNK_ROWS = 512  # three times what a launch needs for its products to take as long as its weights
+CHUNK_ROWS = 512  # with a third of them, a launch's products take as long as reading its weights
 
 
 def chunks_of(problem: Problem, hosts: Hosts, stated: int | None) -> int:
-    """Return the number of chunks. With N or more, as large calls have, the window is as large as for one host.
+    """Return the number of chunks. With N chunks or more, for N hosts, the window is as large as for one host.
 
-    Each chunk reads all weights, and adds to all of their gradients: so an expert has enough rows in it, in the mean.
+    Each chunk reads all weights and adds to all of their gradients. So an expert has enough rows per chunk on average.
     """
     if stated is not None:
         return stated
@@ -65,9 +65,9 @@ def chunks_of(problem: Problem, hosts: Hosts, stated: int | None) -> int:
 
 
 def inside(problem: Problem, hosts: Hosts, chunks: int | None) -> Problem:
-    """Return the problem inside this rank's host. Raises ConfigError where a host would have no experts.
+    """Return the problem inside this rank's host. Raises ConfigError if a host would have no experts.
 
-    The ranks of a host share its experts as all ranks share all: the first ones hold one more where they do not divide.
+    The ranks of a host share its experts as all ranks share all: the first ranks hold one more if they do not divide.
     """
     num, each = len(hosts.names), hosts.per_host
     host, local = hosts.place(problem.rank)
@@ -82,11 +82,11 @@ def inside(problem: Problem, hosts: Hosts, chunks: int | None) -> Problem:
 
 
 class HostsBackend(Backend):
-    """Collective over the whole group. Inside a host, what the inner backend says of its own group.
+    """Run a layer over several hosts. Its methods are collective over the whole group.
 
-    problem: of the whole group. make: makes the inner backend of the problem inside(). chunks: parts of a call, None:
-    by chunks_of(). exchange: of EXCHANGES. engine: what carries rows along the rail; None: torch.distributed.
-    group: of the layer, all ranks; None: that of the links.
+    problem: of the whole group. make: creates the inner backend for the problem inside(). chunks: parts of a call;
+    None: by chunks_of(). exchange: of EXCHANGES. engine: sends rows along the rail; None: torch.distributed. group:
+    all ranks of the layer; None: that of the links.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class HostsBackend(Backend):
         ranks = range(0, problem.ep_size + 1, hosts.per_host)
         bounds = [problem.expert_begin(rank) for rank in ranks]
         self._codec = codec(problem.formats.x)
-        self._groups = 0  # scales of a row as it travels
+        self._groups = 0  # scales of a row that is sent
         if self._codec is not None:
             _, self._groups = problem.formats.x.scale_shape(1, problem.hidden)
         self.mark = links.group.mark(problem)  # counted on all ranks, also where make() fails
@@ -129,11 +129,11 @@ class HostsBackend(Backend):
 
     @property
     def needs_close(self) -> bool:  # type: ignore[override]
-        """Whether the inner backend has something to free together with other ranks."""
+        """True if the inner backend has something to free together with other ranks."""
         return self.inner.needs_close
 
     def prepare(self, weights: ExpertWeights) -> None:
-        """As the inner backend; also connect the rail, which a graph cannot do. Collective at first, errors too."""
+        """Prepare the inner backend and connect the rail, which a graph cannot do. The first call is collective."""
         self.planner.device = device = weights.w13.device
         if self._prepared:
             self.inner.prepare(weights)
@@ -161,12 +161,12 @@ class HostsBackend(Backend):
         return y if call.out is None else call.out.copy_(y), state
 
     def backward(self, call: Call, dy: Tensor, state: Tensor, wanted: GradRequest) -> Gradients:
-        """Return the gradients: dy goes where x went, dx comes back where y came back. Collective."""
+        """Return the gradients. dy is sent like x, and dx returns like y. Collective."""
         with self._guarded():
             return self._backward(call, dy, state, wanted)
 
     def statistics(self) -> Statistics:
-        """Return routes of all chunks, and the most passes that one of them took."""
+        """Return the routes of all chunks, and the largest number of passes of a chunk."""
         if self.chunks == 1:
             return self.inner.statistics()
         if not self._counts:
@@ -177,7 +177,7 @@ class HostsBackend(Backend):
         )
 
     def abort(self, error: Exception) -> None:
-        """Tell rail and host of an error. static: the others find out while they wait."""
+        """Report an error to rail and host. With `static`, the others find out while they wait."""
         if self.links.broken is not None:
             return
         self.links.refuse(error)
@@ -187,7 +187,7 @@ class HostsBackend(Backend):
         self.links.end_incident(None if self._stops_clean else f"this rank raised {error}")
 
     def check(self) -> None:
-        """Wait for what is pending; raise the fault of a launch, if there is one; static: of hosts that differed."""
+        """Wait for pending work. Raise the fault of a launch or, with `static`, of hosts that differed."""
         try:
             self.inner.check()
         except MegaMoEError as error:
@@ -196,26 +196,26 @@ class HostsBackend(Backend):
         self.planner.check_all()
 
     def reset(self) -> None:
-        """Make rail and host anew, and what the inner backend has. Collective over the whole group."""
+        """Renew rail and host groups, and reset the inner backend. Collective over the whole group."""
         self.links.renew()
         self._prepared = False
         self.planner.reset()
         self.inner.reset()
 
     def close(self) -> None:
-        """Free what the inner backend shares."""
+        """Close the inner backend."""
         self.inner.close()
 
     # --- faults ---
 
     @property
     def _stops_clean(self) -> bool:
-        """Whether a call that ranks refuse leaves nothing under way: all of them met before, or meet for chunk 0."""
+        """True if a rejected call leaves no work pending: all ranks met before, or meet for chunk 0."""
         return self.planner.waits and isinstance(self.inner, Gathered)
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
-        """Raise an error that names who broke the call, on all ranks, and remember what only reset() mends."""
+        """Raise an error that names the rank at fault, on all ranks, and record faults that need a reset()."""
         self.group.met = True  # errors are told here
         self.links.check()
         self.planner.check_capture()
@@ -241,7 +241,7 @@ class HostsBackend(Backend):
             raise
 
     def _of_the_job(self, error: Exception) -> Exception:
-        """Return an error of the kernel, which knows the ranks of its host, with what they are called outside."""
+        """Add the names of ranks in the job to an error of the kernel, which numbers ranks inside its host."""
         if self._at_rail or not isinstance(error, (ProtocolTimeout, PeerFault)):
             return error
         host = self.links.host
@@ -260,7 +260,7 @@ class HostsBackend(Backend):
     # --- both passes ---
 
     def _forward(self, call: Call, state: Tensor | None) -> Tensor:
-        """Exchange rows with the other hosts, run the inner backend by chunk, and sum what returns. Fill `state`."""
+        """Exchange rows with the other hosts, run the inner backend by chunk, and sum the results. Fill `state`."""
         flags = RECORDED * (state is not None)
         ids = self._valid(call.computed_ids())
         plan = self.planner.begin(ids)
@@ -274,7 +274,7 @@ class HostsBackend(Backend):
             _number(state).fill_(self.links.num_recorded)
         met = self.planner.exchange(meta, plan, columns)
         sizes = [sum(of) for of in plan.receive]
-        # ids as the inner backend counts experts; those of others lie outside of its own
+        # ids as the inner backend counts experts; ids of other hosts are out of its range
         local = (met[0] - self._first_expert).split(sizes)
         floats = [t.contiguous().view(torch.float32).split(sizes) for t in met[1:]]
         self._counts = []
@@ -304,9 +304,9 @@ class HostsBackend(Backend):
         return self._summed(plan, self._pipelined(plan, x, first, compute))
 
     def _backward(self, call: Call, dy: Tensor, state: Tensor, wanted: GradRequest) -> Gradients:
-        """Do the same with dy. The gradients of weights are summed over chunks, those of tokens over hosts."""
+        """Do the same with dy. Sum gradients of weights over chunks, and gradients of tokens over hosts."""
         needs, only_weights = wanted.needs, wanted.only_weights
-        # Another rank may want what this one does not.
+        # Another rank may need gradients that this one does not.
         there = needs._replace(x=not only_weights, topk_weights=not only_weights)
         plan = self.planner.begin(self._valid(call.computed_ids()))
         rows, scale = self._stored(dy)
@@ -326,7 +326,7 @@ class HostsBackend(Backend):
             if order is not None:
                 given = tuple(t[order] for t in given)
             local, *moved = given
-            # The state has the weights that count.
+            # The inner state has the routing weights that are used.
             scores = torch.zeros(local.shape, dtype=torch.float32, device=dy.device)
             inside = Call(self._given(stashed_rows, kept_scale), local, scores, call.weights)
             of_chunk = wanted._replace(needs=there, into=sums)
@@ -350,7 +350,7 @@ class HostsBackend(Backend):
             found = self.planner.once(torch.cat(of_routes), plan.receive, plan.send)
             if needs.x:
                 made["x"] = self._summed(plan, back)
-            if needs.topk_weights:  # of each route all hosts' but one are zero
+            if needs.topk_weights:  # for each route, one host has a gradient and the others zero
                 padded = torch.nn.functional.pad(found, (0, 0, 1, 0))
                 made["topk_weights"] = self._summed(plan, padded)
         return Gradients(**made)
@@ -363,9 +363,9 @@ class HostsBackend(Backend):
         compute: Callable[[int, Tensor], Tensor],
         returns: bool = True,
     ) -> Tensor:
-        """Send the rows of a chunk, compute what comes, send that back. Return what came back behind a row of nothing.
+        """Send the rows of a chunk, compute the received rows, send results back. Return them after an unused row.
 
-        first: those of chunk 0. A collective waits for what its issuing stream holds: so chunk i + 1 goes out before
+        first: rows of chunk 0. A collective waits for the work in its issuing stream. So chunk i + 1 is sent before
         chunk i is computed.
         """
         sent = [sum(of) for of in plan.send]
@@ -393,28 +393,28 @@ class HostsBackend(Backend):
     # --- which rows ---
 
     def _valid(self, ids: Tensor) -> Tensor:
-        """[T, K] of any integers -> int32: in 32 bits another number could be an expert's."""
+        """Convert [T, K] of any integers to int32. Clamping keeps large numbers from becoming valid ids."""
         return ids if ids.dtype == torch.int32 else ids.clamp(-1, self.problem.num_experts).int()
 
     def _first(self, rows: Tensor, plan: DispatchPlan) -> Tensor:
-        """Return the rows of chunk 0, and before Planner.confirm() others behind them."""
+        """Return the rows of chunk 0. Before Planner.confirm(), other rows may follow."""
         return self._taken(rows, plan.tokens[: sum(plan.send[0])])
 
     def _taken(self, rows: Tensor, tokens: Tensor) -> Tensor:
-        """Return the rows that travel. static: zeros, where there is no token at all."""
+        """Return the rows to send. With `static`, zeros if there is no token at all."""
         if not len(rows):
             return rows.new_zeros(len(tokens), rows.shape[1])
         return rows[tokens]
 
     def _summed(self, plan: DispatchPlan, rows: Tensor) -> Tensor:
-        """Sum what came back of each token, in the order of hosts."""
+        """Sum the results of each token, in the order of hosts."""
         bags = self.planner.numbers.bags[: len(plan.places) // self.num_hosts]
         return sum_rows(rows, plan.places, bags)
 
-    # --- rows as they travel ---
+    # --- rows as they are sent ---
 
     def _stored(self, x: Tensor | QuantizedRows) -> tuple[Tensor, Tensor | None]:
-        """Return bf16 rows, or those of e4m3, as bytes, and their scales, quantized at home."""
+        """Return bf16 rows, or e4m3 rows as bytes and their scales, quantized on the home rank."""
         if self._codec is None:
             assert isinstance(x, Tensor)
             return x, None
@@ -422,15 +422,15 @@ class HostsBackend(Backend):
         return q.view(torch.uint8), scale
 
     def _given(self, rows: Tensor, scale: Tensor | None = None, *, wide: bool = True) -> Any:
-        """Return rows as the inner backend takes them. wide: in bf16, which makes the same e4m3 again."""
+        """Return rows as the inner backend takes them. wide: in bf16, which is quantized to the same e4m3."""
         if self._codec is None or scale is None:
             return rows
         q = rows.view(self.problem.formats.x.dtype)
         return dequantize_activations(q, scale, self._codec) if wide else QuantizedRows(q, scale)
 
     def _views(self, state: Tensor, i: int, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return what the state has of a chunk: rows as they travelled and their scales, in the order in which they are
-        computed; local ids as they came; the inner state."""
+        """Return a chunk's part of the state: rows and scales as sent, in the order of computation; local ids as
+        received; the inner state."""
         hidden, top_k = self.problem.hidden, self.problem.top_k
         begin = ALIGNMENT + i * sum(self._sizes)
         x, ids, inner = state[begin:][: sum(self._sizes)].split(self._sizes)
@@ -444,7 +444,7 @@ class HostsBackend(Backend):
 
 
 def _along(rail: Part) -> Exchange:
-    """Return the engine of torch.distributed, over the rail as it is at a call; on the CPU its waits are bounded."""
+    """Return the engine of torch.distributed over the rail at the time of a call. On CPUs its waits are bounded."""
 
     def exchange(rows: Tensor, *how: Any) -> Waiter:
         options: dict[str, Any] = {"own": rail.rank} if rows.is_cuda else {"wait": rail.wait}
@@ -454,5 +454,5 @@ def _along(rail: Part) -> Exchange:
 
 
 def _number(state: Tensor) -> Tensor:
-    """Return where a state has the number of its call, [1] int32."""
+    """Return the part of a state with the number of its call, [1] int32."""
     return state[:4].view(torch.int32)

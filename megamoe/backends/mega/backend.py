@@ -36,9 +36,9 @@ from megamoe.window.window import SOURCES, Window
 
 
 def why_not_mega(problem: Problem, device: torch.device) -> str | None:
-    """Return why the kernel cannot run on this rank, or None; of the window see Problem.why_no_window().
+    """Return why the kernel cannot run on this rank, or None. For the window, see Problem.why_no_window().
 
-    Not collective; reads attributes only.
+    Not collective. It reads only attributes.
     """
     variant = Variant(problem.precision, problem.activation.kind)
     if (lacking := launches.why_not(variant, device)) is not None:
@@ -52,7 +52,7 @@ def why_not_mega(problem: Problem, device: torch.device) -> str | None:
 
 
 class Stated(NamedTuple):
-    """What a rank says of its launches before memory is taken."""
+    """Describe a rank's launches to the other ranks, before memory is allocated."""
 
     sources: str  # key of the kernels' sources
     share: Share
@@ -60,13 +60,13 @@ class Stated(NamedTuple):
 
     @classmethod
     def here(cls, group: Group, reserve_sms: int | None) -> Stated:
-        """Return what this rank says. Raises ConfigError for a variable that says no number."""
+        """Return this rank's description. Raises ConfigError if a variable is no number."""
         shares = (share_of(group, reserve_sms, trains) for trains in (False, True))
         return cls(cache.content_key(""), *shares)
 
 
 def check_stated(by_rank: Mapping[int, Stated]) -> None:
-    """Raise RankMismatch where ranks would run other sources, or only some of them share their SMs."""
+    """Raise RankMismatch if ranks have different kernel sources, or only some ranks share their SMs."""
     first = min(by_rank)
     for rank, stated in by_rank.items():
         key, expected = stated.sources, by_rank[first].sources
@@ -76,18 +76,18 @@ def check_stated(by_rank: Mapping[int, Stated]) -> None:
 
 
 class MegaBackend(Backend):
-    """One layer on one rank. Making and closing it is collective; calls are, too, in the sense that every
-    rank makes the same calls of a window in the same order, with zero tokens where it has none.
+    """Run one layer on one rank. Creation, calls and close() are collective: every rank makes the same calls of a
+    window in the same order, if necessary with zero tokens.
 
-    window: one to share with other layers; its own otherwise. pool_rows: rows held at a time; fewer cost passes,
-    never results. reserve_sms: SMs left to others; None: see sm_share.py. timeout_s: longest wait in a
-    launch. step_blocks: length of a step of the tile order (csrc/megamoe/schedule/order.h), None: automatic.
-    pdl: programmatic dependent launch. profile: in-kernel timestamps, see clock_ghz(). weight_gradients: what backward
-    multiplies for them, "bf16" or, in FP8, "e4m3". few: False: not the kernel for few tokens, where the layer has
-    it. agreed: what each rank stated, where the ranks have compared that and the problem; None: they do so now.
+    window: The window to share with other layers. None: its own. pool_rows: Rows of the pool. Fewer rows cost passes
+    and never change results. reserve_sms: SMs left to other kernels. None: see sm_share.py. timeout_s: Longest wait in
+    a launch. pdl: Programmatic dependent launch. profile: In-kernel timestamps, see clock_ghz(). step_blocks: Length of
+    a step of the tile order (csrc/megamoe/schedule/order.h). None: automatic. weight_gradients: Operands of weight
+    gradients, "bf16" or, in FP8, "e4m3". few: False: do not use the kernel for few tokens. agreed: Every rank's
+    Stated, if the ranks have compared it and the problem already. None: they compare them now.
 
-    A CUDA graph may capture forward() after prepare(). Replays of one window's graphs and other calls of that window
-    must be ordered by the user's streams.
+    A CUDA graph may capture forward() after prepare(). The user's streams must order replays of one window's graphs and
+    other calls of that window.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class MegaBackend(Backend):
         self.window.timeout_ns = int(env.timeout_s(timeout_s) * 1e9)
         reserve, *patience_ns = self.share = agreed[self.window.group.rank].share
         kernel = layout.few_kernel(problem, rows) if few else ""
-        if kernel == "push" and self.share.join_ns:  # it has no door
+        if kernel == "push" and self.share.join_ns:  # that kernel has no door
             kernel = ""
         sms = device_attribute(self._ordinal, "MULTIPROCESSOR_COUNT")
         if not 0 <= reserve <= sms - PAIR_CTAS:
@@ -162,13 +162,13 @@ class MegaBackend(Backend):
 
     @property
     def needs_close(self) -> bool:  # type: ignore[override]
-        """Whether close() still has something to free together with other ranks."""
+        """True if close() still has something to free together with other ranks."""
         return self._owns_window and not self.window.closed and self.window.group.size > 1
 
     def prepare(self, weights: ExpertWeights) -> None:
         """Compile or load the kernel, allocate the workspace, encode the maps. Collective.
 
-        The ranks meet at the end, so that no rank's first launch waits while another compiles, or failed to.
+        The ranks synchronize at the end. So no first launch waits for a rank that still compiles, or failed to.
         """
         if self._forward is None:
             refuse_capture("call prepare(weights) before CUDA graph capture")
@@ -179,11 +179,10 @@ class MegaBackend(Backend):
     def forward(self, call: Call, keep: bool = False) -> tuple[Tensor, Tensor | None]:
         """Launch on the current stream. The host waits for nothing.
 
-        Reads x, topk_ids, topk_weights and the weights, in stream order; they may be changed by later work of that
-        stream. On the default stream tensors that were made on another one need record_stream(), as for any operation
-        of torch; on others this does it. Raises the fault of an earlier launch if one has become visible.
-        keep: the first such call makes the kernels and the workspace of training on all ranks together, so it cannot be
-        captured.
+        It reads x, topk_ids, topk_weights and the weights in stream order, so later work of that stream may change
+        them. As for any operation of torch, tensors of another stream need record_stream(). This method calls it,
+        except on the default stream. It raises the fault of an earlier launch if one has become visible.
+        keep: Save a state for backward. The first such call prepares training on all ranks and cannot be captured.
         """
         if self._on_gpu and current_device() != self._ordinal:
             with on_device(self.device):
@@ -197,10 +196,10 @@ class MegaBackend(Backend):
         return self._forward(call), None
 
     def _trains(self) -> Training:
-        """Return the kernels of training, which the first call prepares on all ranks. Collective, at first."""
+        """Return the kernels of training. The first call prepares them on all ranks and is collective."""
         if self._training is None:
             refuse_capture("run one step, forward and backward, before CUDA graph capture")
-            # A layer may have been made without gradients, by a validation before the first step.
+            # The layer may have been prepared without gradients, by a validation before the first step.
             group, shares = self.window.group, [s.training for s in self._stated.values()]
             check_shares(shares)
             kernels = replace(self._kernels, patience_ns=self._stated[group.rank].training[1:])
@@ -211,8 +210,8 @@ class MegaBackend(Backend):
     def backward(self, call: Call, dy: Tensor, state: Tensor, wanted: GradRequest) -> Gradients:
         """Launch the backward pass. Ranks may need different gradients: the launch is the same.
 
-        In the same order of calls on all ranks; the host waits for nothing. `only_weights` is a fault by name unless it
-        is the same on all ranks. Raises as forward() does.
+        All ranks make their calls in the same order. The host waits for nothing. If `only_weights` differs between
+        ranks, they raise an error that names it. Raises as forward() does.
         """
         self.window.poll()
         if self._training is None:
@@ -225,7 +224,7 @@ class MegaBackend(Backend):
 
     @property
     def max_stashed(self) -> int:  # type: ignore[override]
-        """How many stashed passes a launch of weight_gradients() takes."""
+        """Largest number of stashed passes in one launch of weight_gradients()."""
         return layout.max_stashed_passes(self.problem)
 
     def prepare_stash(self) -> None:
@@ -236,7 +235,7 @@ class MegaBackend(Backend):
             self._stashed_weights = self.window.group.all_or_none(what, make)
 
     def new_stash(self) -> StashedRows:
-        """Return memory for what a backward pass keeps."""
+        """Allocate memory for the rows that a backward pass stashes."""
         memory = torch.empty(self.plan.stash.bytes, dtype=torch.uint8, device=self.device)
         return StashedRows(memory, self.window.resets)
 
@@ -251,7 +250,7 @@ class MegaBackend(Backend):
             return self._stashed_weights(weights, stashed, wanted)
 
     def abort(self, error: Exception) -> None:
-        """End the launch of the other ranks, see Window.abort()."""
+        """End the launch that other ranks wait in, see Window.abort()."""
         self.window.abort(error)
 
     # --- looking inside ---
@@ -265,14 +264,14 @@ class MegaBackend(Backend):
         self.window.reset()
 
     def statistics(self) -> Statistics:
-        """Return what the last call did, in stream order; the host waits for nothing. Call it before the next one.
+        """Return what the last call did, in stream order. Call it before the next one; the host waits for nothing.
 
-        A backward leaves what its forward did.
+        After a backward pass it describes the forward pass.
         """
         return self.later_statistics()()
 
     def later_statistics(self) -> Callable[[], Statistics]:
-        """Copy what statistics() is made of: three operations, where that are dozens."""
+        """Copy the inputs of statistics(): three operations on the device instead of dozens."""
         layer, kernel = self.window.last_launch or (None, "")
         if self._forward is None or layer != self._kernels.layer:
             raise MegaMoEError(
@@ -287,21 +286,21 @@ class MegaBackend(Backend):
         return partial(Statistics.of_cells, cells, prefix.clone(), *sizes)
 
     def _tables(self, kernel: str) -> dict[str, Tensor]:
-        """Return the regions of the workspace, with the state of the last launch, which was of `kernel`."""
+        """Return the regions of the workspace, and the state of the last launch, which ran `kernel`."""
         views = self.plan.views(self.window.workspace(self.plan))
         if kernel == "train" and self._training is not None:
             views |= self._training.state_views()
         return views
 
     def intermediates(self) -> dict[str, Tensor]:
-        """Return what the last launch left, by the names of megamoe.backends.reference. Waits for the device.
+        """Return the intermediate results of the last launch, with the oracle's names. Waits for the device.
 
-        Views: the next launch overwrites them; copies where rows do not lie by column. Of a forward: x_pool, h, y_rows
-        (and their scales, as [M, S]) by pool row; route_rows [C*32, K], the pool row of each route or -1, by token in
-        chunk order; partials [R, T, H] of own tokens by expert rank (only written where it has a route) and, for fp8,
-        x_q, x_scale; if it trains, gate_up [M, P*I] too. Of a backward: dy_rows, dgu [M, P*I], hs, d_s [M, S]
-        by tile of I (their sum; b2's part last), dx_rows, x_rows, row_weight, route_rows, and partials. What is by pool
-        row is only there when the launch was a single pass. The kernel for few tokens has none of these.
+        They are views, which the next launch overwrites, or copies if memory holds columns in another order.
+        Forward: x_pool, h, y_rows and their scales [M, S], by pool row; route_rows [C*32, K], each route's pool row or
+        -1, by token in chunk order; partials [R, T, H] of own tokens by expert rank, undefined without a route; in FP8
+        x_q, x_scale; if it trains, gate_up [M, P*I]. Backward: dy_rows, dgu [M, P*I], hs, d_s [M, S] by tile of I
+        (to be summed; b2's part last), dx_rows, x_rows, row_weight, route_rows, partials. Results by pool row exist
+        only after a launch of a single pass. The kernel for few tokens has no results.
         """
         self.check()
         layer, kernel = self.window.last_launch or (None, "")
@@ -314,10 +313,10 @@ class MegaBackend(Backend):
         return found | launches.home_rows(self.plan, self.window, kernel)
 
     def num_ctas(self) -> int:
-        """Return how many CTAs took part in the last launch: fewer than `grid` where SMs were taken. Waits."""
+        """Return how many CTAs took part in the last launch: fewer than `grid` if SMs were taken. Waits."""
         _, kernel = self.window.last_launch or (None, "")
         if self._training is not None and kernel in ("train", "backward"):
-            # A layer that was made without gradients shares its SMs only where it trains.
+            # A layer that was prepared without gradients shares its SMs only in training launches.
             return launches.num_ctas(self._training.kernels)
         return launches.num_ctas(self._kernels)
 

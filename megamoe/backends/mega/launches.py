@@ -1,6 +1,6 @@
 """Prepare the launches of one layer of backend="mega".
 
-Forward; `train` and `backward`, the launches of a training step; and the weight gradients of stashed passes.
+These are forward, `train` and `backward` of a training step, and weight gradients of stashed passes.
 """
 
 from __future__ import annotations
