@@ -63,7 +63,7 @@ class ExpertWeights:
 
         Args:
             w1: Gate projection [L, I, H].
-            w3: Up projection [L, I, H], behind w1 in the same storage, as in `w1, w3 = torch.empty(2, L, I, H)` or the
+            w3: Up projection [L, I, H], after w1 in the same storage, as in `w1, w3 = torch.empty(2, L, I, H)` or the
                 halves of one [L, 2*I, H].
             w2: Down projection [L, H, I].
             biases: b1 [L, I], b3 [L, I] and b2 [L, H]. Default: no biases.

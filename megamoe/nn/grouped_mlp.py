@@ -25,7 +25,7 @@ class GroupedMLP(nn.Module):
         ffn_hidden_size: Width between the products, a multiple of 8.
         activation: A name or an Activation. Default: "swiglu".
         bias: True: both products have biases. Default: False.
-        glu: Where gate and up lie in the rows of fc1_weight, see ops.grouped_mm_act(). Default: "halves".
+        glu: Where gate and up are in the rows of fc1_weight, see ops.grouped_mm_act(). Default: "halves".
         recipe: "blockwise": multiply in FP8, see ops.grouped_mm(). Default: None, bf16.
         device: Device of the parameters. Default: torch's.
 

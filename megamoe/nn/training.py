@@ -219,7 +219,7 @@ def _quantizer(module: nn.Module) -> Callable[[bool], None] | None:
 
 
 def after_step(optimizer: Optimizer, model: nn.Module) -> None:
-    """Quantize the experts of `model` behind every step of `optimizer`, by torch's hook for optimizers.
+    """Quantize the experts of `model` after every step of `optimizer`, by torch's hook for optimizers.
 
     A layer would do the same at its next call. But a CUDA graph quantizes in each call that it contains, unless it
     knows that the step does: call this before the capture, for each optimizer of the experts. Then other writes between

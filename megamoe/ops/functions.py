@@ -37,16 +37,16 @@ def grouped_mm(
     """Multiply each row by the matrix of its group, as torch.nn.functional.grouped_mm does.
 
     Args:
-        mat_a: [M, K] bf16, rows sorted by group; or [N1, M] next to a 2-D mat_b. K and N1 are multiples of 8. A
-            transposed mat_a is copied, and so is an [N1, M] that is not transposed rows.
-        mat_b: [E, K, N] bf16, contiguous in K or in N; differentiable. Or [M, N2]: the result is mat_a mat_b over the M
-            of each group, a weight gradient; its own derivative raises an error. N and N2 are multiples of 8.
+        mat_a: [M, K] bf16, rows sorted by group. With a 2-D mat_b: [N1, M], the transposed view of such rows. Other
+            layouts are copied. K and N1 are multiples of 8.
+        mat_b: [E, K, N] bf16, contiguous in K or in N; differentiable. Or [M, N2]: the result is mat_a @ mat_b over the
+            rows of each group, a weight gradient without a derivative. N and N2 are multiples of 8.
         offs: [E] int32, the end of each group's rows, ascending. The last may be less than M. Default: one group has
             all rows.
-        alignment: Each group begins at the end before rounded up to this multiple, a power of two up to 256. Rows
-            between are ignored, and zeros in the result. Default: 1.
+        alignment: A group begins at this multiple, a power of two up to 256, after the end of the group before. Rows
+            between groups are ignored, and zeros in the result. Default: 1.
         bias: [E, N] fp32 or bf16. Default: no bias.
-        out_dtype: bf16, or of two 2-D operands fp32; or e4m3, as scaled_grouped_mm()'s. Default: bf16.
+        out_dtype: bf16; or e4m3, as of scaled_grouped_mm(); or fp32 with two 2-D operands. Default: bf16.
         recipe: "blockwise": quantize both operands to FP8 in this call (docs/ops.md). Default: None, bf16.
 
     Returns:
@@ -82,8 +82,8 @@ def scaled_grouped_mm(
     Args:
         mat_a: [M, K] e4m3, rows sorted by group. K is a multiple of 16.
         mat_b: [E, K, N] e4m3, contiguous in K. N is a multiple of 16.
-        scale_a: fp32 [M, ceil(K/128)] (RowWise: [M]), moved in each call to where the kernel reads it; or as quantize()
-            with offs and grouped_mm_act() return it, where it stays.
+        scale_a: fp32 [M, ceil(K/128)] (RowWise: [M]), which each call copies into the kernel's layout. Scales from
+            quantize() with offs, or from grouped_mm_act(), have that layout already.
         scale_recipe_a: The ScalingType of scale_a.
         scale_b: fp32 [E, ceil(K/128), ceil(N/128)] (RowWise: [E, N]), copied unless its transpose is contiguous.
         scale_recipe_b: The ScalingType of scale_b.
@@ -130,21 +130,21 @@ def grouped_mm_act(
         offs: [E] int32, see grouped_mm(). Default: one group has all rows.
         alignment: see grouped_mm(). Default: 1.
         bias: [E, 2*I] fp32 or bf16, in the order of mat_b's columns. Default: no bias.
-        glu: Where gate and up lie in mat_b's columns. "halves": gate columns, then up columns. "interleaved": g0 u0 g1
+        glu: Where gate and up are in mat_b's columns. "halves": gate columns, then up columns. "interleaved": g0 u0 g1
             u1, as in GPT-OSS. Default: "halves".
         return_pre: True: also return the pre-activations. Default: False.
-        scales: scale_a, scale_recipe_a, scale_b, scale_recipe_b of scaled_grouped_mm(), if any RowWise for both, in
-            the order of mat_b's columns. Of "halves", blocks restart at the first up column: [E, ceil(H/128),
-            2*ceil(I/128)]. Default: none, bf16.
+        scales: scale_a, scale_recipe_a, scale_b, scale_recipe_b of scaled_grouped_mm(), in the order of mat_b's
+            columns. RowWise is possible for both operands or for none. With "halves", blocks restart at the first up
+            column: [E, ceil(H/128), 2*ceil(I/128)]. Default: none, bf16.
         output_dtype: bf16, or e4m3: quantize h in groups of 128 columns for scaled_grouped_mm(); not differentiable,
             and I is a multiple of 16. Default: bf16.
         recipe: "blockwise": quantize both operands to FP8 in this call. Default: None.
-        row_scale: [M] fp32, multiplies h before it is rounded, as probabilities before FC2. Default: none.
-        transposed: True: also return bf16 h as quantize() with transposed and BlockWise128x128 returns it, for
+        row_scale: [M] fp32, multiplies h before it is rounded, like probabilities before FC2. Default: none.
+        transposed: True: also return bf16 h in the form of quantize(..., transposed=True) with BlockWise128x128, for
             grouped_mm_wgrad(). This needs operands by block and h in e4m3. Default: False.
 
     Returns:
-        h [M, I] bf16; in e4m3 also its scales; then, if requested, transposed h, its scales; and the pre-activations
+        h [M, I] bf16, or e4m3 and its scales. Then, if requested, transposed h and its scales, and the pre-activations
         [M, 2*I] bf16, bias included, in the order of mat_b's columns. Rows after offs[-1] are zeros.
 
     Raises:
@@ -178,10 +178,10 @@ def grouped_mm_dact(
     scales: Scales | tuple[()] = (), output_dtype: torch.dtype = torch.bfloat16,
     recipe: Recipe | None = None, row_scale: Tensor | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Compute grouped_mm(grad, mat_b), the gradient of h, and from it that of the pre-activations; and h again.
+    """Compute the gradient of h, grouped_mm(grad, mat_b), from it that of the pre-activations, and h again.
 
-    This is the first step of an MLP's backward pass: `grouped_mm` of this gradient and w_up.mT is that of x. Not
-    differentiable.
+    This is the first step of an MLP's backward pass. The second is x's gradient, `grouped_mm` of the result and
+    w_up.mT. Not differentiable.
 
     Args:
         grad: [M, H] bf16, the gradient of the MLP's output; e4m3 with scales.
@@ -194,17 +194,17 @@ def grouped_mm_dact(
         glu: The order of the columns of `pre`, see grouped_mm_act(). Default: "halves".
         scales: scale_a, BlockWise1x128, scale_b, BlockWise128x128 of grad and mat_b, as of scaled_grouped_mm().
             Default: none, bf16.
-        output_dtype: bf16, or with FP8 operands e4m3: what the other products of the backward pass take. Gate and up
-            are then halves, and I a multiple of 128 (not gated: of 16). Default: bf16.
+        output_dtype: bf16; or e4m3, for the other FP8 products of the backward pass. e4m3 needs FP8 operands, gate and
+            up as halves, and I a multiple of 128 (not gated: of 16). Default: bf16.
         recipe: "blockwise": quantize both operands to FP8 in this call. Default: None.
         row_scale: [M] fp32, see grouped_mm_act(): multiplies both results. Default: none.
 
     Returns:
-        The gradient [M, 2*I], in the order of `pre`, and h [M, I], both bf16; with row_scale also its gradient [M]
-        fp32: sums of grouped_mm(grad, mat_b) times the unscaled h. In e4m3 six tensors replace the first two: the
-        gradient and its scales, as grouped_mm_act() returns h; both transposed; transposed h and its scales. The
-        transposed are of the bf16 values, as quantize() returns those of the first and second operand of
-        grouped_mm_wgrad(). Rows after offs[-1] are zeros.
+        The gradient [M, 2*I], in the order of `pre`, and h [M, I], both bf16. With row_scale also its gradient [M]
+        fp32: sums of grouped_mm(grad, mat_b) times the unscaled h. In e4m3, six tensors replace the first two: the
+        gradient and its scales, the transposed gradient and its scales, transposed h and its scales. Transposed tensors
+        are made of the bf16 values. They are the first (gradient) and second (h) operand of grouped_mm_wgrad(), in the
+        form of quantize(). Rows after offs[-1] are zeros.
 
     Raises:
         ArgumentError: A tensor or option is invalid.
@@ -241,7 +241,7 @@ def grouped_mm_wgrad(
     Not differentiable. Equal inputs give equal bits.
 
     Args:
-        mat_a: [N1, M] bf16, the transposed rows of the layer's input; others are copied. Or, with scales, transposed
+        mat_a: [N1, M] bf16, the transposed view of the layer's input; other layouts are copied. With scales: transposed
             e4m3, as quantize() and grouped_mm_dact() return it.
         mat_b: [M, N2] bf16, the gradient of its output; or transposed e4m3.
         out: [E, N1, N2] bf16 or fp32, contiguous in N2; shares no memory with mat_a and mat_b.
@@ -276,7 +276,7 @@ def grouped_mlp(
     """Run each row through the MLP of its group: grouped_mm_act(), then grouped_mm(); differentiable.
 
     The backward pass uses one launch for the pre-activations' gradient and h, one for x's gradient and one for each
-    weight; with a recipe also those that quantize their operands. Pre-activations are saved, h is not.
+    weight. A recipe adds launches that quantize operands. Pre-activations are saved, h is recomputed.
 
     Args:
         x: [M, H] bf16, rows sorted by group.
@@ -287,7 +287,7 @@ def grouped_mlp(
         alignment: see grouped_mm(). Default: 1.
         b_up: [E, 2*I] fp32 or bf16, in the order of w_up's columns. Default: no bias.
         b_down: [E, H] fp32 or bf16. Default: no bias.
-        glu: Where gate and up lie in w_up's columns, see grouped_mm_act(). Default: "halves".
+        glu: Where gate and up are in w_up's columns, see grouped_mm_act(). Default: "halves".
         recipe: "blockwise": multiply in FP8, see grouped_mm(); h is e4m3 between the products. Default: None, bf16.
         row_scale: [M] fp32, see grouped_mm_act(); differentiable. Default: none.
 
@@ -330,10 +330,10 @@ def quantize(
         x: Rows [M, K] of bf16, fp16 or fp32, K a multiple of 16; or weights [E, K, N], also of fp64.
         recipe: Of rows BlockWise1x128 or RowWise, of weights BlockWise128x128 or RowWise: one scale per column of N. Of
             transposed rows BlockWise1x128 or BlockWise128x128, for the first or second operand of grouped_mm_wgrad().
-        offs: [E] int32, the end of each group's rows: return the scales of rows where the kernel reads them, valid for
-            calls with the same offs. Default: return them as torch has them.
+        offs: [E] int32, the end of each group's rows: return the scales of rows in the kernel's layout, valid for calls
+            with the same offs. Default: return them in torch's layout.
         alignment: see grouped_mm(). Default: 1.
-        glu: "halves": gate and up columns have 128 x 128 blocks of their own, for grouped_mm_act(). Default: None.
+        glu: "halves": 128 x 128 blocks restart at the first up column, for grouped_mm_act(). Default: None.
         transposed: True: return rows as grouped_mm_wgrad() takes them. Default: False.
 
     Returns:
