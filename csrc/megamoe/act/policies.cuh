@@ -1,12 +1,12 @@
-// Activation policies, fp32, element by element: h = apply(gate, up) for gated ones, h = apply(up) otherwise.
-// Run-time parameters (alpha, limit, up_offset) come from Args. megamoe/core/config.py::Activation is the
-// torch twin.
+// Activation policies: fp32 functions of single elements. Gated ones have h = apply(gate, up), others h =
+// apply(up). Run-time parameters (alpha, limit, up_offset) come from Args. megamoe/core/config.py::Activation
+// is the same in torch.
 //
-// gradient(gate, up, dh) makes dgate = dh * dh/dgate, dup = dh * dh/dup and h again; ungated: gradient(up,
-// unused, dh) makes dup in the place of dgate and leaves the other alone. A clamp passes the gradient at
-// equality, as torch.clamp does; a NaN gate or up makes a NaN h and, but for the gradient of its linear
-// factor, NaN gradients. The backward epilogue runs it 32,768 times a tile, so it uses the forms that flush
-// subnormals: sigmoid and its derivative share one ex2 and one rcp.
+// gradient(gate, up, dh) computes dgate = dh * dh/dgate, dup = dh * dh/dup, and h again. Without a gate,
+// gradient(up, unused, dh) computes dup in the place of dgate. A clamp passes the gradient at its limit, as
+// torch.clamp does. A NaN gate or up makes h NaN, and the gradients, except that of its linear factor. The
+// backward epilogue runs gradient() 32,768 times per tile. So it uses forms that flush subnormals: sigmoid
+// and its derivative share one ex2 and one rcp.
 #pragma once
 #include "megamoe/arch/arch.cuh"
 #include "megamoe/layout/args.h"

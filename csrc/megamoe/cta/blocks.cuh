@@ -1,4 +1,4 @@
-// Blocks of rows: where they stand, and whose they are. A kind of launch has one of the three.
+// Blocks of rows: their place in memory, and their expert. Each kind of launch uses one of these types.
 #pragma once
 #include "megamoe/cta/context.cuh"
 

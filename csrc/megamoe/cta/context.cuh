@@ -1,4 +1,4 @@
-// What every role is given: the launch's arguments, the CTA's shared memory, and operations on flags.
+// The context of every role: the launch's arguments, the CTA's shared memory, and operations on flags.
 #pragma once
 #include "megamoe/cta/profile.cuh"
 #include "megamoe/cta/smem.h"

@@ -1,8 +1,8 @@
 // In-kernel timestamps of a variant with Traits::profile: args.profile[cta][80], first each Mark, then each
-// TileMark of the CTA's first tiles. Marks are nanoseconds of %globaltimer, except the clock readings, which
-// give the SM clock: (clock_end - clock_start) / (end - start) GHz, and the waits, which are cycles summed
-// over the launch. The sums stand in shared memory until the end: added up in memory, they made FP8 8 to 13 %
-// slower. So do the marks of tiles, for which math has few registers.
+// TileMark of the CTA's first tiles. Most marks are nanoseconds of %globaltimer. Clock readings give the SM
+// clock: (clock_end - clock_start) / (end - start) GHz. Waits are cycles, summed over the launch. Sums and
+// marks of tiles stay in shared memory until the end: summed in global memory, they made FP8 8 to 13 %
+// slower, and math has few registers.
 #pragma once
 #include "megamoe/arch/arch.cuh"
 #include "megamoe/cta/smem.h"

@@ -1,4 +1,4 @@
-// Shared memory of a CTA. sizeof(CtaSmem) is what the launch asks for; nothing is summed by hand.
+// Shared memory of a CTA. A launch requests sizeof(CtaSmem); no size is added up by hand.
 #pragma once
 #include "megamoe/cta/warps.h"
 #include "megamoe/layout/args.h"

@@ -1,5 +1,5 @@
-// Where a thread stands among the warps of its CTA. These are asked again wherever they are needed, so that
-// no register is spent on them.
+// The place of a thread among the warps of its CTA. Callers ask again where they need it, which saves a
+// register.
 #pragma once
 #include "megamoe/arch/arch.cuh"
 #include "megamoe/cta/warps.h"

@@ -1,15 +1,15 @@
-// gemm1 of backward: a tile of dh and the pre-activations under it -> dgu = s dh act'(gu) and hs = s h, both
-// bf16, and the tile's part of d_s = <dh, h>. s is the row's routing weight; it enters here, so that dy needs
-// no second rounding and d_s no division.
+// gemm1 of backward: from a tile of dh and its pre-activations, compute dgu = s dh act'(gu) and hs = s h,
+// both bf16, and the tile's part of d_s = <dh, h>. s is the row's routing weight. It is multiplied in here,
+// so that dy needs no second rounding and d_s no division.
 //
-// The pre-activations come through the pipeline, 64 columns a slot, gate in b[0] and up in b[1] (an ungated
-// layer's up in b[0]): they are on their way while the last of K is multiplied. dgu takes their place, and hs
-// that of A.
+// The pre-activations arrive through the pipeline, 64 columns per slot: gate in b[0] and up in b[1] (without
+// a gate, up in b[0]). They are in flight while the last of K is multiplied. dgu replaces them in the slot,
+// and hs replaces A.
 //
-// `Rows`: gemm2's A. Where it has scales, each half of dgu goes there too, one output slot a plane, made from
-// the values rounded to bf16. They take the registers of the sums that they were made of.
+// `Rows`: gemm2's A. If it has scales, each half of dgu is also written there, one output slot per plane,
+// from the values rounded to bf16. They reuse the registers of their sums.
 //
-// Interleaved<>: b has the 128 columns of a slot's 64 of h, in their order, and so have gu and dgu in memory.
+// Interleaved<>: b has the 128 columns of a slot's 64 of h in their order, and so have gu and dgu in memory.
 #pragma once
 #include "megamoe/act/policies.cuh"
 #include "megamoe/epilogue/elementwise.cuh"

@@ -1,5 +1,5 @@
-// Scales of weights by column of N, which a tile's sums are multiplied by behind K. A math warpgroup fetches
-// those of its tile for itself when the tile begins, so that no other role has to know when they were read.
+// Scales of weights by column of N: after K, a tile's sums are multiplied by them. A math warpgroup fetches
+// them itself when its tile begins, so no other role has to know when they were read.
 #pragma once
 #include "megamoe/cta/blocks.cuh"
 #include "megamoe/formats/fragment.cuh"

@@ -1,4 +1,4 @@
-// The epilogue that leaves sums as they are.
+// The epilogue that writes sums unchanged.
 #pragma once
 #include "megamoe/epilogue/elementwise.cuh"
 

@@ -1,5 +1,5 @@
-// Pre-activations: the sums of x w13 with their bias, rounded once to bf16, a plane each. A training forward
-// saves them before it goes on to h; backward makes them again where they were not saved.
+// Pre-activations: the sums of x w13 with their bias, rounded once to bf16, one output per plane. A training
+// forward saves them before it computes h. Backward recomputes those that were not saved.
 #pragma once
 #include "megamoe/epilogue/activation.cuh"
 

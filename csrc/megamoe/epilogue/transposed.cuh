@@ -1,5 +1,5 @@
-// Transposed e4m3 outputs, which weight gradients multiply: an output slot is 64 columns of all 128 rows, of
-// which either warpgroup fills the half that it has. Their scales are powers of two, which are exact in bf16.
+// Transposed e4m3 outputs, for weight gradients. An output slot is 64 columns of all 128 rows; each warpgroup
+// fills its half of the rows. The scales are powers of two, which are exact in bf16.
 #pragma once
 #include "megamoe/cta/blocks.cuh"
 #include "megamoe/formats/e4m3_group.cuh"

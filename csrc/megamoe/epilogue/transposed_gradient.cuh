@@ -1,8 +1,8 @@
-// gemm1 of backward where weight gradients multiply e4m3: as activation_gradient.cuh, but nothing goes to
-// memory in bf16. Of each half dgu goes on by row, for gemm2, and dgu and hs transposed, for the weight
-// gradients. The scales of these: of dgu one for each column of the block, of hs one for 128 columns. Rows
-// behind an expert's last become zeros, whatever pre-activations lie there. A grouped launch, whose rows
-// follow each other, leaves the same.
+// gemm1 of backward if weight gradients multiply e4m3: like activation_gradient.cuh, but it writes no bf16.
+// Of each half it writes dgu by row for gemm2, and dgu and hs transposed for the weight gradients. Transposed
+// dgu has one scale per column of the block, transposed hs one per 128 columns. Rows after an expert's last
+// become zeros, whatever their pre-activations are. A grouped launch, whose rows have no padding, writes the
+// same.
 #pragma once
 #include "megamoe/epilogue/activation_gradient.cuh"
 #include "megamoe/epilogue/transposed.cuh"

@@ -1,8 +1,7 @@
-// Tiles of dw13 and dw2: bf16, or fp32, written or added. One CTA owns a tile over all rows of the expert in
-// a pass, so that an element is added to once a pass, and its bits depend on the routing alone. It is added
-// by TMA: read through the pipeline instead, what was there cost 10 % more (DSv3, fp32, H200, 2026-11-22).
-// Additions run at 1.2 TB/s where they miss L2 and at 3.8 where they hit, so the memory is fetched into L2
-// before.
+// Tiles of dw13 and dw2: bf16 or fp32, written or added. One CTA owns a tile over all rows of the expert in a
+// pass. So each element is added to once per pass, and its bits depend on the routing alone. TMA adds:
+// reading the old values through the pipeline took 10 % longer (DSv3, fp32, H200, 2026-11-22). Additions run
+// at 1.2 TB/s if they miss L2 and at 3.8 if they hit, so the memory is prefetched into L2.
 #pragma once
 #include "megamoe/epilogue/elementwise.cuh"
 

@@ -1,5 +1,5 @@
-// The epilogue of a tile in the wide form (gemm/wide.cuh): scale, bias and transform() as they are, then both
-// warpgroups write the tile's rows into the first one's output slots.
+// The epilogue of a tile in the wide form (gemm/wide.cuh). It applies scale, bias and transform() like the
+// others. Then both warpgroups write the tile's rows into the first one's output slots.
 #pragma once
 #include "megamoe/epilogue/elementwise.cuh"
 #include "megamoe/gemm/wide.cuh"

@@ -1,4 +1,4 @@
-// bf16, as it is: no scales.
+// bf16, stored without scales.
 #pragma once
 #include "megamoe/formats/fragment.cuh"
 

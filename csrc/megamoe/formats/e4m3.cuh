@@ -1,5 +1,5 @@
-// e4m3 with fp32 scales: rows have one per 128 columns, weights one per 128 x 128 (along K: a pipeline
-// slot); or tokens one a row, and weights one a channel, which is a column of N.
+// e4m3 with fp32 scales. Rows have one per 128 columns, weights one per 128 x 128 (along K: a pipeline slot).
+// Or rows have one per token, and weights one per channel, a column of N.
 #pragma once
 #include "megamoe/formats/bf16.cuh"
 #include "megamoe/formats/e4m3_group.cuh"

@@ -1,10 +1,10 @@
-// Weights that transport warps expand in memory while they have nothing else to do, once for all tiles of an
-// expert that have the tall form. Patches of a panel are distributed to the warps of all CTAs
-// (fp4/panels.cuh): one a scheduler, as what stands between MMAs costs least when it is spread.
+// Idle transport warps expand weights in memory, once for all tiles of an expert in the tall form. The
+// patches of a panel are distributed over the warps of all CTAs (fp4/panels.cuh): one per scheduler, because
+// work between MMAs costs least when it is spread.
 //
-// Deadlock-free because panels are made in the order in which tiles need them, by warps that wait for nothing
-// meanwhile: the panel of the first tile that is not done is made already, or all tiles that use its room
-// come before it.
+// This cannot deadlock. Panels are made in the order in which tiles need them, by warps that wait for
+// nothing. So the panel of the first unfinished tile is made already, or all tiles that use its room come
+// before it.
 #pragma once
 #include "megamoe/fp4/format.cuh"
 #include "megamoe/fp4/panels.cuh"

@@ -1,6 +1,6 @@
-// FP4 weights: e2m1, two a byte, and a scale for a group of them along K. MXFP4: a power of two for 32
-// (megamoe/formats/mxfp4.py); NVFP4: an e4m3 for 16, and an fp32 for the matrix (nvfp4.py). Tensor cores take
-// e4m3 or bf16: math warps expand a half between its arrival and its MMAs (docs/fp4.md).
+// FP4 weights: two e2m1 numbers per byte, and a scale per group along K. MXFP4 has a power of two per 32
+// numbers (megamoe/formats/mxfp4.py). NVFP4 has an e4m3 per 16, and an fp32 per matrix (nvfp4.py). Tensor
+// cores take e4m3 or bf16, so math warps expand a half between its arrival and its MMAs (docs/fp4.md).
 #pragma once
 #include "megamoe/formats/bf16.cuh"
 #include "megamoe/formats/e4m3.cuh"

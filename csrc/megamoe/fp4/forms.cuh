@@ -1,5 +1,5 @@
-// The door of the wing: what roles and plan ask of a layer with packed weights. OneForm in gemm/forms.cuh
-// says what each answer is for.
+// The only entry to fp4/: what roles and plan ask of a layer with packed weights. OneForm in gemm/forms.cuh
+// explains each answer.
 #pragma once
 #include "megamoe/epilogue/wide.cuh"
 #include "megamoe/fp4/expand.cuh"

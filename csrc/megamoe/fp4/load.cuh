@@ -1,4 +1,4 @@
-// How load_a and load_b fill slots for packed weights.
+// load_a and load_b for packed weights.
 #pragma once
 #include "megamoe/fp4/format.cuh"
 #include "megamoe/fp4/panels.cuh"

@@ -1,6 +1,6 @@
-// Packed weights of a backward launch, which reads them transposed: transport warps expand the matrices of a
-// few experts to bf16 in memory, as dense weights would lie, and tiles load them as those of BF16
-// (docs/fp4.md). A room holds w2 [H, I] and w13 [P, I, H] of one expert; expert e has room e % rooms.
+// Packed weights in backward, which reads them transposed. Transport warps expand the matrices of a few
+// experts to bf16 in memory, laid out as dense weights. Tiles load them like BF16's (docs/fp4.md). A room
+// holds w2 [H, I] and w13 [P, I, H] of one expert; expert e uses room e % rooms.
 #pragma once
 #include "megamoe/fp4/expand.cuh"
 

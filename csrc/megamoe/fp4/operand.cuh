@@ -1,7 +1,7 @@
-// FP4 weights as the M operand of MMAs, straight from packed halves into registers: the wide form of a tile.
-// A warpgroup has 64 rows of either half. Lane (row, quad) of a warp needs rows `row` and row + 8. Of each
-// instruction's K (32 bytes of expanded numbers) it needs those that its registers a[2 * p + i] hold: bytes 4
-// * quad + 16 * p of row 8 * i.
+// FP4 weights as the M operand of MMAs, from packed halves into registers: the wide form of a tile. A
+// warpgroup has 64 rows of each half. Lane (row, quad) of a warp needs rows `row` and row + 8. Of an
+// instruction's K (32 bytes of expanded numbers), its register a[2 * p + i] holds bytes 4 * quad + 16 * p of
+// row 8 * i.
 #pragma once
 #include "megamoe/fp4/format.cuh"
 

@@ -1,6 +1,6 @@
-// Where expanded weights lie. A panel is the weights of a tile (expert, GEMM, n): its slots of K one behind
-// the other, each with both halves, 128 rows of 128 bytes. A room holds all panels of one expert, w13's
-// before w2's; expert e has room e % rooms.
+// Addresses of expanded weights. A panel is the weights of a tile (expert, GEMM, n): its slots of K in a row,
+// each with both halves of 128 rows x 128 bytes. A room holds all panels of one expert, w13's before w2's.
+// Expert e uses room e % rooms.
 #pragma once
 #include "megamoe/gemm/operands.cuh"
 

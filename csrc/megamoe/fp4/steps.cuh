@@ -1,4 +1,4 @@
-// How a tile of packed weights is computed: steps of K in a slot, and which form it has.
+// How a tile of packed weights is computed: its form, and the steps of K per slot.
 #pragma once
 #include "megamoe/gemm/gemm.cuh"
 

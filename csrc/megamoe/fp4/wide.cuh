@@ -1,5 +1,5 @@
-// The wide form (gemm/wide.cuh) of weights that have to be expanded, for blocks of at most 64 rows in FP8:
-// they are the M of the MMAs and come from registers.
+// The wide form (gemm/wide.cuh) of packed weights, for blocks of at most 64 rows in FP8. The expanded weights
+// are the M of the MMAs and come from registers.
 #pragma once
 #include "megamoe/fp4/expand_slots.cuh"
 #include "megamoe/fp4/operand.cuh"

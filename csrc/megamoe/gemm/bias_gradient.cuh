@@ -1,5 +1,5 @@
-// Gradients of the biases, beside the weight tiles of the first columns: sums, over an expert's rows, of the
-// columns of A, which are in shared memory at that time. db13 = sum dgu, db2 = sum s dy.
+// Gradients of the biases: sums, over an expert's rows, of the columns of A. The weight tiles of the first
+// columns compute them while A is in shared memory. db13 = sum dgu, db2 = sum s dy.
 #pragma once
 #include "megamoe/formats/fragment.cuh"
 #include "megamoe/gemm/operands.cuh"

@@ -1,5 +1,5 @@
-// Which forms a layer's tiles have: how weights get from the pipeline's slots to MMAs. A tile shape names a
-// type like the one here, whose Of<T> the roles ask; fp4/forms.cuh has the other.
+// The forms of a layer's tiles: how weights get from the pipeline's slots to the MMAs. A tile shape names a
+// type like OneForm, whose Of<T> the roles ask; fp4/forms.cuh has another.
 #pragma once
 #include "megamoe/gemm/gemm.cuh"
 

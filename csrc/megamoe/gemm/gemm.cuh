@@ -1,4 +1,4 @@
-// The GEMMs of a layer: what is known of each at compile time, and the sizes that follow from it.
+// The GEMMs of a layer: their compile-time properties, and the sizes that follow.
 #pragma once
 #include "megamoe/cta/context.cuh"
 #include "megamoe/formats/format.h"

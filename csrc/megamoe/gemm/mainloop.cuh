@@ -1,7 +1,6 @@
-// The main loop of one tile: 64 rows (one warpgroup) x 256 columns as two halves, over all of K.
-// Measured facts behind it (H200, 2026-11-21): fp32 promotion every 128 of K costs about 7 points of
-// utilisation; one accumulator of 64 registers is enough because the other warpgroup's MMAs fill the tensor
-// cores meanwhile.
+// The main loop of one tile: 64 rows (one warpgroup) x 256 columns as two halves, over all of K. Measured
+// (H200, 2026-11-21): fp32 promotion every 128 of K costs about 7 points of utilization. One accumulator of
+// 64 registers is enough, because the other warpgroup's MMAs fill the tensor cores meanwhile.
 #pragma once
 #include "megamoe/formats/bf16.cuh"
 #include "megamoe/formats/e4m3.cuh"

@@ -1,6 +1,6 @@
-// The wide form of a tile's main loop, for few rows: weights are the M of the MMAs, rows are their N, as they
-// lie. Either warpgroup has 64 columns of each half, so gate and up of the same columns. Bits are those of
-// the tall form.
+// The wide form of a tile's main loop, for few rows: weights are the M of the MMAs, rows their N. Each
+// warpgroup has 64 columns of each half, so it has gate and up of the same columns. Bits are those of the
+// tall form.
 #pragma once
 #include "megamoe/gemm/mainloop.cuh"
 

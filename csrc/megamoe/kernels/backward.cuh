@@ -1,7 +1,7 @@
 // All gradients of the layer: dgu = s (dy w2) act', dx rows = dgu w13, then dw13 = dgu^T x and dw2 = dy^T hs.
-// bf16 weights are read as they lie, e4m3 ones as transposed copies, for e4m3 is multiplied K-major only.
-// Packed ones are expanded to bf16 in memory, and all is as in BF16, whatever forward's rows were. Weight
-// gradients multiply bf16 rows in either precision, or transposed e4m3. docs/backward.md has the picture.
+// bf16 weights are read in place. e4m3 weights are read as transposed copies, because MMAs take e4m3 only
+// K-major. Packed weights are expanded to bf16 in memory, and the rest is as in BF16. Weight gradients
+// multiply bf16 rows, or transposed e4m3. docs/backward.md has the picture.
 #pragma once
 #include "megamoe/epilogue/activation_gradient.cuh"
 #include "megamoe/epilogue/plain.cuh"

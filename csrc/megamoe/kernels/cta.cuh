@@ -1,4 +1,4 @@
-// What every kernel of tiles begins with, and how it is exported.
+// How every kernel of tiles begins, and how it is exported.
 #pragma once
 #include "megamoe/gemm/mainloop.cuh"
 #include "megamoe/gemm/tiles.cuh"

@@ -1,12 +1,12 @@
-// The layer of forward.cuh for few tokens: at most 64 of one rank, and no plan. Tiles have up to 32 rows, in
-// the wide form; pairs of CTAs share nothing. rows/few.cuh has the rows' way, and what CTAs wait for.
+// The layer of forward.cuh for at most 64 tokens per rank, without a plan. Tiles have up to 32 rows, in the
+// wide form; pairs of CTAs share nothing. rows/few.cuh explains the rows' path and what CTAs wait for.
 //
-//   warp 0      of several ranks: ids to peers, see rows/push.cuh
-//   warp 1      load_b: asks for weights as soon as it knows a tile
-//   warp 2      scatter: finished rows to memory
-//   warp 3      deal: tiles from the ids, and in one CTA what statistics() reads
-//   warps 4-7   gather: rows of A into slots, then reduce
-//   warps 8-15  x as MMAs take it, if it is not, and of several ranks to peers; math, then reduce
+//   warp 0      with several ranks: pushes ids to peers, see rows/push.cuh
+//   warp 1      load_b: requests weights as soon as it knows a tile
+//   warp 2      scatter: stores finished rows to memory
+//   warp 3      deal: finds tiles in the ids, and in one CTA the counts for statistics()
+//   warps 4-7   gather: loads rows of A into slots, then reduces
+//   warps 8-15  quantize x if needed, with several ranks push it to peers; math, then reduce
 #pragma once
 #include "megamoe/kernels/forward.cuh"
 #include "megamoe/rows/few.cuh"

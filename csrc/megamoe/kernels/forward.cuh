@@ -1,4 +1,4 @@
-// The layer that a user calls: h = activation(x w13), y_rows = h w2.
+// The layer of an inference call: h = activation(x w13), y_rows = h w2.
 #pragma once
 #include "megamoe/epilogue/activation.cuh"
 #include "megamoe/epilogue/plain.cuh"

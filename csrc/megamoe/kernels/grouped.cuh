@@ -1,7 +1,6 @@
 // GEMMs without expert parallelism: one over rows that the caller has sorted by expert (megamoe.ops), or
-// weight gradients over rows that passes have kept. The roles, main loops, epilogues and tile order are the
-// layer's; docs/ops.md says what is different. No CTA waits for another but its partner, so a launch takes
-// the SMs that it gets.
+// weight gradients over stashed rows. Roles, main loops, epilogues and tile order are the layer's;
+// docs/ops.md lists the differences. A CTA waits only for its partner, so a launch may get any number of SMs.
 #pragma once
 #include "megamoe/epilogue/activation_gradient.cuh"
 #include "megamoe/epilogue/plain.cuh"

@@ -1,4 +1,4 @@
-// The kinds of launch. A layer derives from one; roles and rows ask its policies, and nobody asks which it
+// The kinds of launch. A layer derives from one. Roles and rows ask its policies; no code asks which kind it
 // is.
 #pragma once
 #include "megamoe/cta/blocks.cuh"

@@ -1,4 +1,4 @@
-// The kernel of few.cuh for few tokens of several ranks, and the ordinary one where a rank has more.
+// The kernel of few.cuh for several ranks. If a rank has more tokens, it runs the ordinary kernel instead.
 #pragma once
 #include "megamoe/kernels/few.cuh"
 #include "megamoe/rows/push.cuh"

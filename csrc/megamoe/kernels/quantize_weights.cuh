@@ -1,8 +1,9 @@
-// bf16 or fp32 weights -> e4m3 and one fp32 scale per 128 x 128 block, and for a layer that trains the
-// transposes of both, in one pass over memory; or the transposes alone, of e4m3 weights. [L, P * I, H];
-// blocks restart at each of the P planes, so the last block of a plane may be ragged. One CTA a block. Same
-// formula as everywhere (docs/numerics.md), so the bits equal those of megamoe/formats/quantization.py.
-// Below, bf16 rows -> e4m3 and a scale per 1 x 128 group, and back.
+// Quantize bf16 or fp32 weights [L, P * I, H] to e4m3 with one fp32 scale per 128 x 128 block, in one pass
+// over memory. For a layer that trains, the same pass makes the transposes; it can also transpose e4m3
+// weights alone. Blocks restart at each of the P planes, so the last block of a plane may be ragged. One CTA
+// has one block. The formula is that of docs/numerics.md, so bits equal those of
+// megamoe/formats/quantization.py. The file also quantizes bf16 rows in groups of 1 x 128, and dequantizes
+// them.
 #pragma once
 #include "megamoe/formats/e4m3_group.cuh"
 #include "megamoe/layout/passes.h"

@@ -1,4 +1,4 @@
-// What several hosts have made of each token -> y, in fp32 and in their order:
+// Sum the results of several hosts for each token into y, in fp32 and in the order of the hosts:
 // megamoe/backends/hosts/backend.py.
 #pragma once
 #include "megamoe/layout/passes.h"

@@ -1,4 +1,4 @@
-// The forward layer of a training step: what its backward needs is saved.
+// The forward layer of a training step, which also saves a state for backward.
 #pragma once
 #include "megamoe/epilogue/pre_activation.cuh"
 #include "megamoe/kernels/forward.cuh"

@@ -1,10 +1,10 @@
-// Two GEMMs with rows moved before, between and behind them: one persistent CTA an SM, 16 warps, roles side
-// by side. docs/architecture.md has the picture. A layer is a type with
+// The persistent kernel: two GEMMs, with rows moved before, between and after them. One CTA per SM, 16 warps,
+// each with its role. docs/architecture.md has the picture. A layer is a type with
 //
 //   a kind of launch     its policies (kernels/kinds.cuh)
 //   Tiling               shape of its tiles (schedule/tile_shape.h)
-//   Gemm1, Gemm2         GemmOf<rows, weights, epilogue>; backward has WeightGemm and RecomputeGemm too
-//   profile              with timestamps?
+//   Gemm1, Gemm2         GemmOf<rows, weights, epilogue>; backward also has WeightGemm and RecomputeGemm
+//   profile              True: with timestamps
 #pragma once
 #include "megamoe/kernels/cta.cuh"
 #include "megamoe/kernels/kinds.cuh"

@@ -1,18 +1,17 @@
-// Every hand-over between CTAs or ranks, one struct an edge: publish() by the producer, await() by the
-// consumer. A role never touches a flag otherwise, so it cannot forget a fence. docs/protocol.md has the
-// happens-before argument of each; tests/model checks each with its mutants.
+// Every synchronization between CTAs or ranks, one struct per edge: the producer calls publish(), the
+// consumer await() or ready(). A role touches a flag only through an edge, so it cannot forget a fence.
+// docs/protocol.md has the happens-before argument of each edge; tests/model checks each with its mutants.
 //
-// Rules: a producer that wrote through the async proxy completes its bulk stores first; one that wrote with
-// ordinary stores is converged with all writers (warp_sync, a barrier of theirs or an mbarrier) before
-// publish(). A consumer that reads through the async proxy crosses proxies after its acquire, in the thread
-// that issues the copy.
+// Rules: a producer that wrote through the async proxy first completes its bulk stores. One that wrote with
+// ordinary stores converges with all writers (warp_sync, their barrier or an mbarrier) before publish(). A
+// consumer that reads through the async proxy fences after its acquire, in the thread that issues the copy.
 #pragma once
 #include "megamoe/protocol/memory.h"
 
 namespace megamoe {
 
-// home rank -> expert rank: ids and weights of my tokens are staged. Cell: RouteCell::epoch in the peer's
-// window.
+// home rank -> expert rank: ids and weights of this rank's tokens are staged. Cell: RouteCell::epoch in the
+// peer's window.
 struct RoutesReady {
     template <class Mem, class Cell>
     static MEGAMOE_DEVICE void publish(Mem& mem, Cell epoch_cell, Cell tokens_cell, Cell hash_cell,
@@ -39,8 +38,8 @@ struct XReady {
     }
 };
 
-// home rank -> expert rank, in a launch of few tokens: a count, two ids or a weight, pushed as a word that is
-// its own flag: its upper half is the epoch. It hands over nothing but itself.
+// home rank -> expert rank, in a launch of few tokens: a count, two ids or a weight, pushed as a word. The
+// word is its own flag: its upper half is the epoch. It orders no other memory.
 struct WordPushed {
     template <class Mem, class Word>
     static MEGAMOE_DEVICE void publish(Mem& mem, Word word, uint32_t epoch, uint32_t value) {
@@ -83,7 +82,7 @@ struct HReady {
     }
 };
 
-// A look at how many tiles of a block are done: a poll, not a wait.
+// Tests how many tiles of a block are done: a poll, not a wait.
 struct TilesDone {
     template <class Mem, class Cell>
     static MEGAMOE_DEVICE bool ready(Mem& mem, Cell done, uint32_t tiles) {
@@ -115,13 +114,13 @@ struct PanelReady {
     }
 };
 
-// The tiles of a block, gemm1's or gemm2's -> expand, which overwrites the panels that they read by TMA:
-// those loads completed on the mbarriers that math awaited, before the tiles were published.
+// The tiles of a block, gemm1's or gemm2's -> expand, which overwrites the panels that they read by TMA.
+// Those loads completed on the mbarriers that math awaited, before the tiles were published.
 struct RoomFree : TilesDone {};
 
-// gemm1 and restore -> both loaders of weight tiles, once a pass. Each store thread arrives once, behind the
-// last tile of gemm1 that its CTA has, and each transport warp behind its last row of x. TMA stores (dgu, hs)
-// and ordinary ones (rows of x; rows of dy, which some tile of gemm1 awaited) -> TMA loads.
+// gemm1 and restore -> both loaders of weight tiles, once per pass. Each store thread arrives once, after the
+// last gemm1 tile of its CTA, and each transport warp after its last row of x. TMA stores (dgu, hs) and
+// ordinary stores (rows of x; rows of dy, which some gemm1 tile awaited) -> TMA loads.
 struct GradsReady {
     template <class Mem, class Cell>
     static MEGAMOE_DEVICE void publish(Mem& mem, Cell cell) {
@@ -150,8 +149,8 @@ struct PartialsReady {
     }
 };
 
-// All CTAs of this rank. The last to arrive opens it, which `generation` counts; called by one thread of each
-// CTA, behind a barrier of those whose writes it hands on.
+// All CTAs of this rank. The last to arrive opens the barrier by counting up `generation`. One thread of each
+// CTA calls it, after a barrier of the threads whose writes it publishes.
 struct GridBarrier {
     template <class Mem, class Cell>
     static MEGAMOE_DEVICE bool arrive_and_wait(Mem& mem, Cell arrivals, Cell generation, uint32_t num_ctas) {
@@ -166,13 +165,12 @@ struct GridBarrier {
     }
 };
 
-// Pairs of CTAs that share an operand, before they begin to load it: each says that it has come and waits for
-// the others, for some cycles at most. Nothing is handed over, and whoever is alone goes on alone: results do
-// not depend on a meeting, only on how often memory is read. So no operation here orders anything.
+// Pairs of CTAs that share an operand meet before they load it: each arrives and waits for the others, for a
+// bounded number of cycles. A meeting only reduces how often memory is read. Results do not depend on it, so
+// no operation here orders memory.
 struct InStep {
-    // A pair loses patience when a meeting runs out of time, and regains it when one does not. Without
-    // patience it still says that it has come, but waits no more in this pass: a pair that is always late
-    // must not hold up the others.
+    // A pair loses patience when a meeting times out, and regains it when one does not. Without patience it
+    // still arrives, but no longer waits in this pass: pairs that are always late must not delay the others.
     static constexpr int patience = 8;
     static MEGAMOE_PURE int patience_behind(int before, bool met) { return met ? patience : before - 1; }
     // `pairs` come to a cell once each.
@@ -187,8 +185,8 @@ struct InStep {
     }
 };
 
-// rank -> rank: a launch has SMs, so it needs nothing of its host or stream any more. Cell:
-// RouteCell::launched in the peer's window. It hands nothing over but itself.
+// rank -> rank: a launch has SMs, so it no longer depends on its host or stream. Cell: RouteCell::launched in
+// the peer's window. The flag orders no other memory.
 struct Launched {
     template <class Mem, class Cell>
     static MEGAMOE_DEVICE void publish(Mem& mem, Cell cell, uint32_t epoch) {
@@ -200,12 +198,13 @@ struct Launched {
     }
 };
 
-// Where a launch must not wait for SMs that others hold, nor hold SMs that others wait for (NCCL's kernels,
-// here and on another rank): its first pair of CTAs waits for all peers' launches and then for the other
-// pairs, for a while each; then it closes the door. Who came before that takes part, who comes later leaves
-// at once. While a peer is missing, its host or stream may wait for a kernel that finds no SM here: then half
-// of the pairs are enough, and those with higher numbers leave, too. `joined` counts pairs, and `closed`
-// once; the last CTA out zeroes it. `members` has the epoch above the count.
+// Decides which pairs of CTAs take part, next to other kernels such as NCCL's, here and on other ranks. A
+// launch must not wait for SMs that they hold, nor hold SMs that they wait for. The first pair waits, for a
+// bounded time each, for all peers' launches and then for the other pairs. Then it closes the door. Pairs
+// that came before take part; later pairs leave at once. If a peer is missing, its host or stream may wait
+// for a kernel that finds no SM here. Then at most half of the pairs take part, and those with higher numbers
+// leave, too. `joined` counts pairs, and contains `closed` once; the last CTA out zeroes it. `members` has
+// the epoch above the count.
 struct Door {
     static constexpr uint32_t closed = 1 << 16;
     static constexpr int epoch_shift = 8;
@@ -235,8 +234,8 @@ struct Door {
             mem.store(members, epoch << epoch_shift | found, Order::release, Scope::gpu);
             return {0, static_cast<int>(found)};
         }
-        // Unlike other waits, this one goes on in a launch that was given up, until the first pair's patience
-        // ends: all must know the same count.
+        // Unlike other waits, this one continues in a poisoned launch, until the first pair's patience ends:
+        // all pairs must know the same count.
         while (!mem.await(members, Until::at_least, epoch << epoch_shift, Scope::gpu,
                           Wait{Edge::grid_barrier, max_ranks, 0})) {
         }
@@ -246,7 +245,7 @@ struct Door {
     }
 };
 
-// "Whoever arrives last does it": all CTAs' earlier writes happen before what the last one does next.
+// Finds the last CTA to arrive: all CTAs' earlier writes happen before what the last one does next.
 struct LastArrival {
     template <class Mem, class Cell>
     static MEGAMOE_DEVICE bool arrive(Mem& mem, Cell ticket, uint32_t num_ctas) {

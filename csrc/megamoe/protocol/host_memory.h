@@ -1,6 +1,6 @@
-// The Memory policy of protocol/memory.h on fibers. Flags are plain words (one OS thread, so sequentially
-// consistent: orders and scopes are the model checker's business); await blocks the fiber and the machine
-// tests the flag once a round.
+// The Memory policy of protocol/memory.h on fibers. Flags are plain words: one OS thread makes them
+// sequentially consistent, and the model checker checks orders and scopes. await blocks the fiber, and the
+// machine tests the flag once per round.
 #pragma once
 #include <utility>
 

@@ -1,4 +1,4 @@
-// The part of a Memory policy that protocol/ring.h is written on, for both machines.
+// The part of a Memory policy that protocol/ring.h uses, on both machines.
 #pragma once
 #include "megamoe/arch/arch.cuh"
 #include "megamoe/protocol/ring.h"

@@ -1,7 +1,6 @@
-// The Memory policy on Hopper: every flag operation and fence that orders memory between CTAs or ranks, as
-// PTX. PTX ISA, "Memory Consistency Model": release/acquire patterns at .gpu or .sys scope, cumulative over
-// what the thread has observed (so a barrier among the writers, then one release, publishes the writes of all
-// of them).
+// The Memory policy on Hopper: every flag operation and fence between CTAs or ranks, as PTX. See "Memory
+// Consistency Model" in the PTX ISA. Releases are cumulative over what the thread has observed. So a barrier
+// among the writers, then one release, publishes the writes of all of them.
 #pragma once
 #include "megamoe/protocol/mbarriers.cuh"
 #include "megamoe/protocol/memory.h"

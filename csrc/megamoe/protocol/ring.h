@@ -1,17 +1,18 @@
-// A ring of slots in shared memory, between the threads that fill them and those that use them. Two mbarriers
-// a slot: `full` completes a phase with the arrivals of all producers and the bytes that they announced,
-// `empty` with the arrivals of all consumers. Written, like protocol/edges.h, on a policy alone, so the model
-// checker runs the very code that the kernel runs.
+// A ring of slots in shared memory, between the threads that fill them and those that read them. Each slot
+// has two mbarriers. A phase of `full` completes with the arrivals of all producers and the bytes that they
+// announced, one of `empty` with the arrivals of all consumers. Like protocol/edges.h, the ring uses only a
+// policy, so the model checker runs the kernel's own code.
 //
 //   producer: acquire, [expect bytes, copies, writes], commit, advance
 //   consumer: await, reads, release, advance
 //
-// A `Mem` policy offers, for a barrier of the type B that the ring's `Slots` have in full[] or empty[]:
-//   void wait(B&, uint32_t parity)                  returns when the phase with this parity has completed
-//   bool test(B&, uint32_t parity)                  whether it has; where it has, as wait
-//   void arrive(B&)                                 orders what this thread read and wrote before it
-//   void arrive(B&, uint32_t bytes)                 and as many bytes are to land before the phase completes
-//   void expect(B&, uint32_t bytes)                 that many bytes, no arrival
+// A `Mem` policy has, for a barrier of the type B that the ring's `Slots` have in full[] or empty[]:
+//
+//   void wait(B&, uint32_t parity)      returns when the phase with this parity has completed
+//   bool test(B&, uint32_t parity)      returns whether it has; if so, orders like wait
+//   void arrive(B&)                     orders what this thread read and wrote before
+//   void arrive(B&, uint32_t bytes)     likewise, and announces bytes that the phase also waits for
+//   void expect(B&, uint32_t bytes)     announces bytes, without an arrival
 #pragma once
 #include "megamoe/base/portable.h"
 

@@ -1,13 +1,13 @@
-// load_a and load_b: one thread each, filling the pipeline's slots by TMA. load_b waits for no row of x, so
-// weights stream from the first tile on; it waits for what other warps make of weights (gemm/forms.cuh), and
-// before weight gradients. The ring positions live across passes, like the barriers' phases.
+// load_a and load_b: one thread each, which fills the pipeline's slots by TMA. load_b waits for no row of x,
+// so weights stream from the first tile on. It waits for weights that other warps expand (gemm/forms.cuh), in
+// meetings, and before weight gradients. The ring positions live across passes, like the barriers' phases.
 //
-// Where a pair of CTAs shares an operand, either CTA loads one half of it into both. Both walk the same
-// units, and a slot is refilled only when the math warps of both have released it; so bytes of the partner
-// can reach a full barrier before this CTA's own expect_tx, but never in another phase.
+// If a pair of CTAs shares an operand, each CTA loads one half of it into both. Both walk the same units. A
+// slot is refilled only after the math warps of both have released it. So bytes of the partner can reach a
+// full barrier before this CTA's own expect_tx, but never in another phase.
 //
-// load_b also tells the math warps which tile begins, so that they need neither tables nor registers for
-// that; a slot without data and with a tile that is not valid ends the pass.
+// load_b also tells the math warps which tile begins, so they need no tables and no registers for that. A
+// slot without data, with an invalid tile, ends the pass.
 #pragma once
 #include "megamoe/gemm/load_slots.cuh"
 #include "megamoe/gemm/tiles.cuh"

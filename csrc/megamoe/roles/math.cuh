@@ -1,5 +1,5 @@
-// math: two warpgroups, each 64 rows x 256 columns of a tile. Main loop, then the epilogue of the tile's
-// GEMM into the output slots; the store warp takes it from there.
+// math: two warpgroups, each with 64 rows x 256 columns of a tile. The main loop multiplies, then the
+// epilogue of the tile's GEMM writes to the output slots. The store warp continues from there.
 #pragma once
 #include "megamoe/epilogue/elementwise.cuh"
 #include "megamoe/gemm/mainloop.cuh"

@@ -1,6 +1,5 @@
-// The movers: the transport warps behind dispatch, joined by the math warps when they have no tiles left.
-// Most closers stand near the end of the pool, and four warps would be busy with them long after the last
-// tile.
+// The movers: the transport warps after dispatch, and the math warps when they have no tiles left. Most
+// closers are near the end of the pool; four warps alone would sum them long after the last tile.
 #pragma once
 #include "megamoe/gemm/forms.cuh"
 #include "megamoe/rows/combine.cuh"

@@ -1,13 +1,12 @@
-// scheduler: one thread, ahead of the loaders and of the store thread, which looks up the tiles that they
-// walk. To look one up takes some 1500 clk by estimate (divisions, two loads from L2), in which a loader
-// would refill no slot.
+// scheduler: one thread, which looks up tiles ahead of the loaders and the store thread. A look-up takes
+// about 1500 clk by estimate (divisions, two loads from L2); a loader would refill no slot meanwhile.
 //
-// In backward there is one for each pair, in CTA 0, for both CTAs. It takes units as the pair gets to them,
-// since a quarter of gemm1's may hold no tile and others are not equally long, so that shares made in advance
-// are uneven by up to 12 % of the launch. A ticket hands nothing over but its number: the plan's barrier
-// orders the counters' zeros, and what a unit reads has edges of its own. Elsewhere each CTA has one, and
-// shares are made in advance: forward has few units without a tile, and waits for memory, which other shares
-// would not make faster, while tickets cost 5 % with few tokens (0005).
+// In backward, CTA 0 of each pair has one for both CTAs. The pair takes a unit by a ticket when it gets to
+// it: a quarter of gemm1's units may hold no tile and others differ in length, so fixed shares are uneven by
+// up to 12 % of the launch. A ticket hands over only its number: the plan's barrier orders the counters'
+// zeros, and each input of a unit has its own edge. In other launches each CTA has one, and shares are fixed.
+// Forward has few units without a tile and waits for memory, which other shares would not make faster.
+// Tickets cost 5 % with few tokens (0005).
 #pragma once
 #include "megamoe/gemm/tiles.cuh"
 

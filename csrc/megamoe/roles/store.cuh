@@ -1,6 +1,5 @@
-// store: one thread that TMA-stores the output slots which the math warpgroups leave in shared memory, waits
-// until they are written, and publishes the tile. Kept out of the math warps: the wait (about 1 us) would
-// cost a short tile 20 %.
+// store: one thread that TMA-stores the output slots of the math warpgroups, waits until they are written,
+// and publishes the tile. Math warps do not do this: the wait (about 1 us) would cost a short tile 20 %.
 #pragma once
 #include "megamoe/epilogue/elementwise.cuh"
 #include "megamoe/gemm/tiles.cuh"

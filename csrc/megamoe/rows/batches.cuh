@@ -1,4 +1,4 @@
-// How much of the pool, or of the rank's own tokens, a warp takes at a time.
+// How many rows of the pool, or of the rank's own tokens, a warp takes at a time.
 #pragma once
 #include "megamoe/gemm/operands.cuh"
 

@@ -1,5 +1,4 @@
-// combine: movers sum the partials of each of this rank's own tokens, once those of all expert ranks are
-// there.
+// combine: movers sum the partials of each of this rank's own tokens, when all expert ranks have sent theirs.
 #pragma once
 #include "megamoe/rows/batches.cuh"
 #include "megamoe/rows/routes.cuh"

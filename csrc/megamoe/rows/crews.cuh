@@ -1,8 +1,7 @@
-// What comes before the tiles is done by two crews of eight warps side by side, one bound by latency, the
-// other by bandwidth. Crew 1 are the warps that will be math: transport plans the first pass while they still
-// stage.
+// Before the tiles, two crews of eight warps work side by side: latency limits one, bandwidth the other. Crew
+// 1 are the later math warps, so transport can plan the first pass while they still stage.
 //
-//   crew 0, route: ids, weights -> window -> RoutesReady to every peer    (the last CTA to finish publishes)
+//   crew 0, route: ids, weights -> window -> RoutesReady to every peer    (by the last CTA to finish)
 //                  every peer's RoutesReady -> ids of all ranks -> chunk_prefix, route_ids, route_weights
 //   crew 1, stage: x (quantized for FP8) -> window -> XReady to every peer    (likewise)
 #pragma once

@@ -1,6 +1,6 @@
-// dispatch: the transport warps walk the pool in row order; at a token's leader, they pull it from its home
-// rank and fan it out to all its rows, with ordinary 16-byte loads and stores. It waits for the ranks'
-// staging only.
+// dispatch: the transport warps walk the pool in row order. At a token's leader, they pull it from its home
+// rank and fan it out to all its rows, with ordinary 16-byte loads and stores. It waits only for the ranks'
+// staging.
 #pragma once
 #include "megamoe/formats/format.h"
 #include "megamoe/gemm/operands.cuh"

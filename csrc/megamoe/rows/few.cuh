@@ -1,14 +1,14 @@
-// Few tokens, without a pool: every CTA finds its tiles from the ids alone. The row of a (token, expert)
-// stands where expert and token say, so nobody counts, scans or plans. Of one rank, only for x in bf16, which
-// all CTAs quantize, gather waits for all of them.
+// Few tokens, without a pool: every CTA finds its tiles in the ids alone. Expert and token determine the
+// place of a row, so nothing is counted, scanned or planned. On one rank, gather waits for all CTAs only if
+// they quantize a bf16 x.
 //
 //   h        expert * 64 + i, for the i-th token of the expert, in the place of x_pool
 //   y_rows   expert * 64 + token
 //
-// deal finds tiles, gather brings their rows into pipeline slots, scatter takes them out of output slots, and
-// reduce sums the rows of a token. Experts have a counter for each GEMM, of tiles that are done. A layer's
-// Way says where ids and x come from and where sums go: OneRank below, or Pushed (rows/push.cuh), whose rows
-// have other places.
+// deal finds tiles, gather loads their rows into pipeline slots, scatter stores output slots, and reduce sums
+// the rows of a token. Each expert has one counter of finished tiles per GEMM. A layer's Way defines where
+// ids and x come from and where sums go: OneRank below, or Pushed (rows/push.cuh), whose rows have other
+// places.
 #pragma once
 #include "megamoe/formats/e4m3.cuh"
 #include "megamoe/gemm/gemm.cuh"

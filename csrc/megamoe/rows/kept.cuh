@@ -1,4 +1,5 @@
-// The table of what backward launches have kept of several passes, made from the routes of their calls.
+// The table of the rows that backward launches stashed over several passes, made from the routes of their
+// calls.
 #pragma once
 #include "megamoe/cta/context.cuh"
 

@@ -1,6 +1,6 @@
-// The plan of one pass: which chunks fit the pool, where each expert's rows start, and which route has which
-// row. Run by the transport warps of every CTA; all of it is a function of chunk_prefix, so all CTAs agree
-// without talking.
+// The plan of one pass: which chunks fit into the pool, where each expert's rows start, and which row each
+// route has. The transport warps of every CTA run it. It is a function of chunk_prefix, so all CTAs agree
+// without communication.
 #pragma once
 #include "megamoe/gemm/forms.cuh"
 #include "megamoe/rows/batches.cuh"

@@ -1,9 +1,9 @@
 // Few tokens of several ranks: home ranks push ids, weights and x into the windows of their peers, where
-// every CTA reads them. docs/protocol.md says why each may be written again. If a rank has more tokens, no
-// rank has such a launch: all of them see that, and run the ordinary kernel instead.
+// every CTA reads them. docs/protocol.md argues why each may be overwritten. If a rank has more tokens, all
+// ranks see that and run the ordinary kernel instead.
 //
 //   tokens   have numbers, the same in all CTAs of a rank: rank by rank
-//   h        in blocks of 32 rows, behind those of the experts before, in the place of x_pool
+//   h        in blocks of 32 rows, after those of the experts before, in the place of x_pool
 //   y_rows   number * K + k
 #pragma once
 #include "megamoe/rows/batches.cuh"

@@ -1,4 +1,4 @@
-// reduce: movers walk the pool in row order; at a token's closer, once every block up to there is done, they
+// reduce: movers walk the pool in row order. At a token's closer, when every block up to there is done, they
 // sum its rows, or a slice of each, into its home's window.
 #pragma once
 #include "megamoe/rows/batches.cuh"

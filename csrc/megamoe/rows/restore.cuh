@@ -1,6 +1,6 @@
-// restore: the transport warps fan x out again, from the tokens that forward saved and this rank's own x: as
-// rows of gemm1 for pre-activations that were not saved, and as bf16 rows, x_rows, for the weight gradients.
-// Where dy in the pool is e4m3, they make its bf16 rows too. It waits for nothing.
+// restore: the transport warps fan x out again, from the tokens that forward saved and this rank's own x.
+// They make rows of gemm1 for pre-activations that were not saved, and bf16 rows, x_rows, for weight
+// gradients. If dy in the pool is e4m3, they also make its bf16 rows. restore waits for nothing.
 #pragma once
 #include "megamoe/rows/dispatch.cuh"
 

@@ -1,4 +1,4 @@
-// What the prologue, the plan and the movers know of a route, and how they read one.
+// What the prologue, the plan and the movers know about a route, and how they read it.
 #pragma once
 #include "megamoe/cta/context.cuh"
 

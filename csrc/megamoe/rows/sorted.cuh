@@ -1,4 +1,4 @@
-// What a grouped launch does besides its tiles: the table of experts, and zeros for rows of no expert.
+// What a grouped launch does in addition to its tiles: the table of experts, and zeros for rows of no expert.
 #pragma once
 #include "megamoe/cta/context.cuh"
 #include "megamoe/rows/experts.cuh"

@@ -1,5 +1,5 @@
-// stage: x into the window, where peers pull it from. Crew 1, the warps that will be math, of all CTAs; x is
-// quantized on the way where the precision has rows in e4m3.
+// stage: crew 1 of all CTAs writes x into the window, from where peers pull it. If the precision has rows in
+// e4m3, it quantizes x.
 #pragma once
 #include "megamoe/formats/bf16.cuh"
 #include "megamoe/formats/e4m3.cuh"

@@ -1,4 +1,4 @@
-// What a launch does to the header of the state that its call leaves behind.
+// What a launch writes to the header of its call's state.
 #pragma once
 #include "megamoe/cta/context.cuh"
 

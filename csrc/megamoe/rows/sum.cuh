@@ -1,4 +1,4 @@
-// Weighted sums of rows: what a mover does at a time, for reduce and for combine.
+// Weighted sums of rows: one job of a mover, for reduce and for combine.
 #pragma once
 #include "megamoe/cta/context.cuh"
 #include "megamoe/rows/vectors.cuh"

@@ -1,7 +1,6 @@
-// transpose: the transport warps make x^T and dy^T, which weight gradients multiply in e4m3: for each block
-// of 128 rows of the pool [columns, 128], a tile of 128 x 128 at a time with one scale, a power of two. x
-// comes from the tokens that forward saved, dy from the pool, where a block of it is complete when gemm1 may
-// read it.
+// transpose: the transport warps make x^T and dy^T for weight gradients in e4m3. Each block of 128 rows of
+// the pool becomes [columns, 128], in tiles of 128 x 128 with one scale, a power of two. x comes from the
+// tokens that forward saved. dy comes from the pool, as soon as gemm1 may read its block.
 #pragma once
 #include "megamoe/rows/restore.cuh"
 

@@ -1,4 +1,4 @@
-// Eight columns of bf16, added up in fp32.
+// Sums of eight columns of bf16, in fp32.
 #pragma once
 #include "megamoe/arch/arch.cuh"
 

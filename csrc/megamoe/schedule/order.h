@@ -1,5 +1,5 @@
-// Which work comes when: pure functions of counts, no memory operations, no thread index. Compiled for host
-// and device; tests/schedule enumerates them.
+// The order of work: pure functions of counts, without memory operations or thread indices. Both host and
+// device compile this file; tests/schedule enumerates the order.
 #pragma once
 #include "megamoe/layout/args.h"
 

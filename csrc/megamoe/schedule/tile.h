@@ -1,4 +1,4 @@
-// What a role must know about the tile that it works on.
+// What a role must know about its tile.
 #pragma once
 #include "megamoe/schedule/order.h"
 

@@ -1,6 +1,6 @@
-// Tile shapes: what a block of rows and a tile of a GEMM measure, and how many of them are in flight. A layer
-// names one (its Tiling); everything that depends on it takes it from there, and jit/abi.py reads the
-// numbers here for Python (rows of a block, boxes of TMA).
+// Tile shapes: the sizes of a block of rows and of a tile, and the numbers of slots. A layer names one (its
+// Tiling), and everything that depends on it reads it there. jit/abi.py reads these numbers for Python (rows
+// of a block, boxes of TMA).
 #pragma once
 #include "megamoe/base/portable.h"
 

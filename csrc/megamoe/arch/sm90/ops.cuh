@@ -1,6 +1,6 @@
-// The machine interface of arch/README.md on Hopper. One instruction a function; the PTX ISA section is named
-// where the operands are not obvious. Tensor-core instructions are CuTe's atoms (nvidia-cutlass), the rest is
-// short PTX, every one with a "memory" clobber when it touches memory.
+// The machine interface of arch/README.md on Hopper: one function per instruction. Comments name the PTX ISA
+// section if operands are not obvious. Tensor-core instructions are CuTe's atoms (nvidia-cutlass). The rest
+// is short PTX, with a "memory" clobber if it touches memory.
 #pragma once
 #include "megamoe/arch/sm90/wgmma.cuh"
 #include "megamoe/layout/args.h"
