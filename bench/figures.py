@@ -424,7 +424,7 @@ ONE_GPU: dict[str, Callable[[], str]] = {
             for gradients, label in (("bf16", "bf16"), ("main_grad", "fp32"))
             for of in ("", " of 1", " of 2", " of 4")
         },
-        {H100: "2026-11-26-0198aff", H200: "2026-11-26-31d8be9"},
+        {H100: "2026-11-26-0198aff", H200: "2026-11-28-2621ad8"},
         tokens=4096,
         direction="backward",
         dram_read_gb="",
