@@ -181,8 +181,8 @@ FLAWS: dict[str, Flaw] = {
         EPILOGUE, "int plane = i > 2 ? 1 : 0;", "int plane = i > 2 ? 0 : 1;"
     ),
     "rows in another order than the epilogue's": (ROWS, "j / 2 + j % 2 * 8", "j % 2 + j / 2 * 8"),
-    "x of another token": (ROWS, "row_tokens[row]", "row_tokens[block * T::Tiling::rows]"),
-    "scales of another row": (ROWS, "rows.by[j] = *scale;", "rows.by[j] = scale[-(row & 1)];"),
+    "x of another token": (ROWS, "row_tokens[at]", "row_tokens[block * T::Tiling::rows]"),
+    "scales of another row": (ROWS, "rows.at[j]} * stride", "rows.at[0]} * stride"),
     "dy is not awaited": (ROWS, "if (block != awaited) {", "if (false) {"),
     "blocks are filled up to 64 rows": (OPERANDS, UP_TO_128, "warpgroup_rows"),
     "columns of a plane are not rounded up": (

@@ -6,65 +6,85 @@
 
 namespace megamoe {
 
-// Four rows of a block, of positions 4 * lane and on in a transposed column. Rows r and r + 8 of 16 are
-// neighbours there, since gemm1's epilogue packs those; a sum over rows may have any order.
-struct FourRows {
-    const uint8_t* base;
-    int at[4];    // 16-byte vectors behind it
-    float by[4];  // the row's scale, relative to the tile's; 0: a row of zeros
+// Where the rows of a block are, in fours: rows r, r + 8, r + 1 and r + 9 of 16 are neighbours in a
+// transposed column, since gemm1's epilogue packs those; a sum over rows may have any order. A lane finds
+// four.
+struct FoundRows {
+    struct alignas(16) Factors {  // the row's scale, relative to the tile's; 0: a row of zeros
+        float of[4];
+    };
+    const uint4_t* base;
+    int at[4];    // of this lane's four: vectors behind it
+    Factors* by;  // of all
+    // There are no registers for the factors: they stand in the memory that the warp has as a mover, later.
+    static MEGAMOE_DEVICE Factors* factors(const Context& ctx) {
+        static_assert(sizeof(Factors) <= sizeof(ReducerState), "a lane's; other warps may be movers already");
+        return reinterpret_cast<Factors*>(ctx.smem.movers.reducer + mover_warp() * 32);
+    }
     static MEGAMOE_DEVICE int row(int j) {
         int lane = arch::lane_idx();
         return lane / 4 * 16 + lane % 4 * 2 + j / 2 + j % 2 * 8;
     }
 };
-// Finds the rows of a tile, columns 128 * group and on. Returns the tile's scale.
+// Finds the rows of a tile, columns 128 * group and on. Returns the tile's scale. No branch stands between
+// the rows' loads, so that they are in flight together: a row past the last of the block loads that one's.
 template <class T>
-MEGAMOE_DEVICE float find_rows(const Context& ctx, int block, int group, bool is_dy, FourRows& rows) {
+MEGAMOE_DEVICE float find_rows(const Context& ctx, int block, int group, bool is_dy, FoundRows& rows) {
     const Args& args = ctx.args;
+    const auto& state = launch_args<T>(args).state;
     int used = T::Blocks::entry(ctx, block, T::Tiling::rows).rows(), vectors = vectors_of_row<E4m3Rows>(args);
-    rows.base = static_cast<const uint8_t*>(is_dy ? args.x_pool : launch_args<T>(args).state.tokens) +
-                group * scale_group;
+    const float* scales =
+        is_dy ? args.x_pool_scale + int64_t{group} * args.pool_rows : state.tokens_scale + group;
+    int stride = is_dy ? 1 : ceil_div(args.hidden, scale_group);
+    MEGAMOE_UNROLL
+    for (int j = 0; j < 4; ++j) rows.at[j] = block * T::Tiling::rows + min_of(FoundRows::row(j), used - 1);
+    if (!is_dy) {
+        MEGAMOE_UNROLL
+        for (int& at : rows.at) at = own<T>(args).row_tokens[at];
+        MEGAMOE_UNROLL
+        for (int& at : rows.at)
+            at = static_cast<int>(
+                saved_token(args, true, home_of(at, args.num_ranks), token_of(at, args.num_ranks)));
+    }
+    FoundRows::Factors by;
+    MEGAMOE_UNROLL
+    for (int j = 0; j < 4; ++j) by.of[j] = scales[int64_t{rows.at[j]} * stride];
     float largest = E4m3Group::least_amax / E4m3Group::largest;
     MEGAMOE_UNROLL
     for (int j = 0; j < 4; ++j) {
-        int of_block = FourRows::row(j), row = block * T::Tiling::rows + of_block;
-        rows.by[j] = 0.0f;
-        rows.at[j] = 0;
-        if (of_block >= used) continue;
-        int at = row;
-        const float* scale = args.x_pool_scale + int64_t{group} * args.pool_rows + row;
-        if (!is_dy) {
-            int ordered = own<T>(args).row_tokens[row];
-            at = static_cast<int>(
-                saved_token(args, true, home_of(ordered, args.num_ranks), token_of(ordered, args.num_ranks)));
-            scale = launch_args<T>(args).state.tokens_scale +
-                    int64_t{at} * ceil_div(args.hidden, scale_group) + group;
-        }
-        rows.at[j] = at * vectors;
-        rows.by[j] = *scale;
-        largest = arch::larger_magnitude(largest, rows.by[j]);
+        rows.at[j] = rows.at[j] * vectors + group * (scale_group / 16);
+        if (FoundRows::row(j) >= used) by.of[j] = 0.0f;
+        largest = arch::larger_magnitude(largest, by.of[j]);
     }
     MEGAMOE_UNROLL
     for (int mask = 16; mask > 0; mask /= 2)
         largest = arch::larger_magnitude(largest, arch::shfl_xor(largest, mask));
-    PowerOfTwo by(largest * E4m3Group::largest);
+    PowerOfTwo of_tile(largest * E4m3Group::largest);
+    rows.base = static_cast<const uint4_t*>(is_dy ? args.x_pool : state.tokens);
     MEGAMOE_UNROLL
-    for (int j = 0; j < 4; ++j) rows.by[j] *= by.inverse;
-    return by.scale;
+    for (float& factor : by.of) factor *= of_tile.inverse;
+    arch::warp_sync();  // those of the tile before were read
+    rows.by[arch::lane_idx()] = by;
+    arch::warp_sync();
+    return of_tile.scale;
 }
 
-// One warp: a tile of so many columns, zeros behind them, to 128 columns of 128 bytes.
-MEGAMOE_DEVICE void transpose_tile(const FourRows& rows, int columns, uint32_t* to) {
-    to += arch::lane_idx();
+// One warp: a tile of so many columns, zeros behind them, to 128 columns of 128 bytes. Four lanes share a
+// row: each load takes a cycle for every line that it touches, and stores of less than 32 bytes in a line are
+// far slower.
+MEGAMOE_DEVICE void transpose_tile(const FoundRows& rows, int columns, uint32_t* to) {
+    int lane = arch::lane_idx();
     MEGAMOE_UNROLL_BY(1)
-    for (int c = 0; c < scale_group; c += 16) {
+    for (int round = 0; round < 8; ++round) {
+        int four = round / 2 * 8 + lane / 4, vector = round % 2 * 4 + lane % 4;
+        bool exists = vector * 16 < columns;
+        uint32_t* column = to + vector * (16 * 32) + four;
         uint4_t data[4];
         MEGAMOE_UNROLL
-        for (int j = 0; j < 4; ++j) {
-            data[j] = {0, 0, 0, 0};
-            if (rows.by[j] != 0.0f && c < columns)
-                data[j] = *reinterpret_cast<const uint4_t*>(rows.base + int64_t{rows.at[j]} * 16 + c);
-        }
+        for (int j = 0; j < 4; ++j) data[j] = rows.base[arch::shfl(rows.at[j], four) + (exists ? vector : 0)];
+        FoundRows::Factors by = rows.by[four];
+        MEGAMOE_UNROLL
+        for (float& factor : by.of) factor = exists ? factor : 0.0f;
         MEGAMOE_UNROLL
         for (int w = 0; w < 4; ++w) {
             uint32_t pairs[2][4];
@@ -79,12 +99,11 @@ MEGAMOE_DEVICE void transpose_tile(const FourRows& rows, int columns, uint32_t* 
                 }
                 MEGAMOE_UNROLL
                 for (int k = 0; k < 4; ++k)
-                    pairs[i][k] = arch::pack_e4m3x2(v[0][k] * rows.by[2 * i], v[1][k] * rows.by[2 * i + 1]);
+                    pairs[i][k] = arch::pack_e4m3x2(v[0][k] * by.of[2 * i], v[1][k] * by.of[2 * i + 1]);
             }
             MEGAMOE_UNROLL
-            for (int k = 0; k < 4; ++k) to[(4 * w + k) * 32] = pairs[0][k] | pairs[1][k] << 16;
+            for (int k = 0; k < 4; ++k) column[(4 * w + k) * 32] = pairs[0][k] | pairs[1][k] << 16;
         }
-        to += 16 * 32;
     }
 }
 
@@ -111,16 +130,17 @@ struct TransposedForWeights {
                 arch::warp_sync();
                 awaited = block;
             }
-            FourRows rows;
+            FoundRows rows;
+            rows.by = FoundRows::factors(ctx);
             float scale = find_rows<T>(ctx, block, group, is_dy, rows);
-            int64_t column = (int64_t{block} * groups + group) * scale_group;
-            transpose_tile(
-                rows, args.hidden - group * scale_group,
-                static_cast<uint32_t*>(is_dy ? own.dy_rows : own.x_rows) + column * (scale_group / 4));
+            int tile = block * groups + group;
+            transpose_tile(rows, args.hidden - group * scale_group,
+                           static_cast<uint32_t*>(is_dy ? own.dy_rows : own.x_rows) +
+                               int64_t{tile} * (scale_group * T::Tiling::rows / 4));
             if (is_dy) {
                 MEGAMOE_UNROLL
                 for (int c = 0; c < scale_group; c += 32)
-                    own.dy_rows_scale[column + c + arch::lane_idx()] = scale;
+                    own.dy_rows_scale[int64_t{tile} * scale_group + c + arch::lane_idx()] = scale;
             } else if (arch::lane_idx() == 0) {
                 own.x_rows_scale[int64_t{group} * transposed_blocks(args) + block] = scale;
             }
