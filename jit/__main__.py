@@ -13,37 +13,24 @@ import os
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 from megamoe.core import env
 from megamoe.core.errors import CompileError, ConfigError
 from megamoe.jit import prebuilt
-from megamoe.jit.compiler import (
-    NVRTC_FLAGS,
-    CompileResult,
-    check_installed,
-    compile_source,
-)
+from megamoe.jit.compiler import NVRTC_FLAGS, CompileResult, check_installed, compile_source
 from megamoe.jit.grouped import grouped_variants
 from megamoe.jit.source import ACTIVATIONS, PRECISIONS, QUANTIZE, QUANTIZE_SOURCE, variants
 
 
-@dataclass(frozen=True)
-class _Unit:
-    """A translation unit to compile."""
-
-    name: str
-    source: str
-
-    def build(self) -> tuple[CompileResult | CompileError, float]:
-        """Return the result, or why there is none, and the seconds that it took."""
-        start = time.perf_counter()
-        try:
-            result: CompileResult | CompileError = compile_source(self.source, f"{self.name}.cu")
-        except CompileError as error:
-            result = error
-        return result, time.perf_counter() - start
+def _build(name: str, source: str) -> tuple[CompileResult | CompileError, float]:
+    """Return the result, or why there is none, and the seconds that it took."""
+    start = time.perf_counter()
+    try:
+        result: CompileResult | CompileError = compile_source(source, f"{name}.cu")
+    except CompileError as error:
+        result = error
+    return result, time.perf_counter() - start
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -62,22 +49,20 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _chosen(parser: argparse.ArgumentParser, args: argparse.Namespace) -> list[_Unit]:
-    """Return what the arguments ask for; end with a message for arguments that ask for nothing."""
+def _chosen(parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict[str, str]:
+    """Return name -> source of what the arguments ask for; end with a message if they ask for nothing."""
     narrowed = args.precision or args.activation
     if not (args.all or narrowed or args.only or args.export):
         parser.error("say --all, --export FOLDER, --only, or --precision and/or --activation")
-    units = [
-        _Unit(str(v), v.source())
+    units = {QUANTIZE: QUANTIZE_SOURCE} if args.all or not narrowed else {}
+    units |= {
+        str(v): v.source()
         for v in (*variants(args.profile), *grouped_variants())
         if args.precision in (None, v.precision) and args.activation in (None, v.activation)
-    ]
-    if args.all or not narrowed:
-        units.insert(0, _Unit(QUANTIZE, QUANTIZE_SOURCE))
-    names = [unit.name for unit in units]
-    if unknown := set(args.only or ()) - set(names):
-        parser.error(f"--only {' '.join(sorted(unknown))}: expected some of {', '.join(names)}")
-    return [unit for unit in units if unit.name in (args.only or names)]
+    }
+    if unknown := set(args.only or ()) - set(units):
+        parser.error(f"--only {' '.join(sorted(unknown))}: expected some of {', '.join(units)}")
+    return {name: source for name, source in units.items() if name in (args.only or units)}
 
 
 def _print_row(name: str, result: CompileResult, total: float) -> None:
@@ -90,19 +75,20 @@ def _print_row(name: str, result: CompileResult, total: float) -> None:
         print(f"    {remark}")
 
 
-def _build_all(units: list[_Unit]) -> list[tuple[_Unit, CompileResult]]:
-    """Compile, print a row each, return those that compiled."""
-    width = max(len(unit.name) for unit in units)
+def _build_all(units: dict[str, str]) -> list[tuple[str, str, CompileResult]]:
+    """Compile, print a row each, return name, source and result of those that compiled."""
+    width = max(map(len, units))
     head = "kernel", "regs", "stack", "spill", "cubin", "build", "total"
     print("{:{width}} {:>5} {:>6} {:>6} {:>8} {:>8} {:>7}".format(*head, width=width))
     done = []
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:  # as NVRTC compiles
-        for unit, (result, total) in zip(units, pool.map(_Unit.build, units), strict=True):
+        made = pool.map(_build, units, units.values())
+        for (name, source), (result, total) in zip(units.items(), made, strict=True):
             if isinstance(result, CompileError):
-                print(f"{unit.name:{width}} FAILED\n{result}")
+                print(f"{name:{width}} FAILED\n{result}")
                 continue
-            _print_row(f"{unit.name:{width}}", result, total)
-            done.append((unit, result))
+            _print_row(f"{name:{width}}", result, total)
+            done.append((name, source, result))
     return done
 
 
@@ -121,8 +107,7 @@ def main(arguments: list[str] | None = None) -> int:
         if len(built) < len(units):
             return 1
         if args.export:
-            kernels = ((unit.name, unit.source, result) for unit, result in built)
-            prebuilt.write(args.export, NVRTC_FLAGS, kernels)
+            prebuilt.write(args.export, NVRTC_FLAGS, built)
             print(f"wrote {len(built)} kernels: MEGAMOE_PREBUILT={args.export}")
     except (CompileError, ConfigError, OSError) as error:
         print(f"megamoe.jit: {error}", file=sys.stderr)

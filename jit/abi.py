@@ -119,17 +119,6 @@ def _structure(
     return type(name, (ctypes.Structure,), found)
 
 
-def parse_edges(text: str) -> dict[str, int]:
-    """Return the enumerators of Edge."""
-    match = _ENUM.search(text)
-    if match is None:
-        raise AbiMismatch("layout/args.h: enum class Edge not found")
-    return {
-        name: int(value)
-        for name, value in re.findall(r"^\s*(\w+)\s*=\s*(\d+)", match[1], re.MULTILINE)
-    }
-
-
 class TileShape(NamedTuple):
     """A shape of csrc/megamoe/schedule/tile_shape.h."""
 
@@ -139,43 +128,30 @@ class TileShape(NamedTuple):
     num_output_slots: int
 
 
-def parse_tiles(text: str) -> tuple[dict[str, TileShape], dict[str, int]]:
-    """Return the tile shapes of the header by name, and its integer constants."""
-    tiles = {name: TileShape(*map(int, numbers)) for name, *numbers in _TILE.findall(text)}
-    if not tiles:
-        raise AbiMismatch("schedule/tile_shape.h: no tile shape found")
-    return tiles, {name: int(value) for name, value in _CONSTANT.findall(text)}
-
-
 STRUCTURES, CONSTANTS = parse(read_text())
 Args: Any = STRUCTURES["Args"]
 # The argument of each kind of launch, whose first member is Args: its fields are those of the whole, too.
 LAUNCHES: dict[str, Any] = {
-    name: STRUCTURES[f"{name.title().replace('_', '')}Args"]
-    for name in (
-        "forward",
-        "packed",
-        "push",
-        "train",
-        "backward",
-        "grouped",
-        "grouped_weights",
-        "stashed_weights",
-    )
+    re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name.removesuffix("Args")).lower(): structure
+    for name, structure in STRUCTURES.items()
+    if hasattr(structure, "args")
 }
 FaultRecord: Any = STRUCTURES["FaultRecord"]
 RouteCell: Any = STRUCTURES["RouteCell"]
 StateHeader: Any = STRUCTURES["StateHeader"]
 TensorMap: Any = STRUCTURES["TensorMap"]
-Edge: Any = enum.IntEnum("Edge", parse_edges(read_text()))  # type: ignore[misc]
+_edges = re.findall(r"^\s*(\w+)\s*=\s*(\d+)", _ENUM.search(read_text())[1], re.MULTILINE)  # type: ignore[index]
+Edge: Any = enum.IntEnum("Edge", {name: int(value) for name, value in _edges})  # type: ignore[misc]
 MAX_RANKS = CONSTANTS["max_ranks"]
 # (name, first warp, warps) of each role
 ROLES = [(n, int(a), int(b)) for n, a, b in _ROLE.findall(read_text("cta/warps.h"))]
 # The GEMMs of a launch, in the order of its table.
 GEMMS = re.findall(r"\w+", _GEMMS.search(read_text("schedule/order.h"))[1])  # type: ignore[index]
-TILES, _tile_constants = parse_tiles(read_text("schedule/tile_shape.h"))
-WARPGROUP_ROWS, SLOT_K_BYTES = _tile_constants["warpgroup_rows"], _tile_constants["slot_k_bytes"]
-SMALL_BOX_ROWS = _tile_constants["small_box_rows"]
+_shapes = read_text("schedule/tile_shape.h")
+TILES = {name: TileShape(*map(int, numbers)) for name, *numbers in _TILE.findall(_shapes)}
+_sizes = {name: int(value) for name, value in _CONSTANT.findall(_shapes)}
+WARPGROUP_ROWS, SLOT_K_BYTES = _sizes["warpgroup_rows"], _sizes["slot_k_bytes"]
+SMALL_BOX_ROWS = _sizes["small_box_rows"]
 
 
 def field_names(structure: Any) -> list[str]:

@@ -65,7 +65,7 @@ def compile_source(
 def _prebuilt(source: str, name: str, flags: Sequence[str]) -> CompileResult | None:
     """Return the prebuilt kernel; None where there is none and it can be compiled, which is logged."""
     try:
-        found = prebuilt.lookup(source, name, every_flag(flags))
+        found = prebuilt.lookup(source, name, (*NVRTC_FLAGS, *flags))
     except prebuilt.NotPrebuilt as error:
         try:
             _check_compiler()
@@ -87,15 +87,10 @@ def _say_why(reason: str) -> None:
     logger.warning("kernels are compiled here, not taken as prebuilt: %s", reason)
 
 
-def every_flag(flags: Sequence[str]) -> tuple[str, ...]:
-    """Return what enters the key of a kernel."""
-    return (*NVRTC_FLAGS, *flags)
-
-
 def _compiled(
     source: str, name: str, flags: Sequence[str], directory: Path | None
 ) -> CompileResult:
-    options, version = every_flag(flags), compiler_version()
+    options, version = (*NVRTC_FLAGS, *flags), compiler_version()
     headers = _version_headers()
     key = cache.content_key(source, flags=options, compiler=version, extra_files=headers)
     seconds = 0.0
@@ -203,16 +198,12 @@ def _nvrtc(source: str, name: str, flags: Sequence[str]) -> tuple[bytes, str]:
         _check(nvrtc.nvrtcGetProgramLog(program, buffer))
         log = buffer.decode(errors="replace").strip("\0 \n")
         if int(status) != 0:
-            raise CompileError(_failure(name, log))
+            lines = log.splitlines()  # the errors after the first ones are mostly consequences
+            start = next((i for i, line in enumerate(lines) if "error" in line), 0)
+            first = "\n".join(lines[start : start + 40])
+            raise CompileError(f"{name} did not compile:\n{first}")
         cubin = b" " * _check(nvrtc.nvrtcGetCUBINSize(program))
         _check(nvrtc.nvrtcGetCUBIN(program, cubin))
         return cubin, log
     finally:
         nvrtc.nvrtcDestroyProgram(program)
-
-
-def _failure(name: str, log: str) -> str:
-    """Keep the first errors: those after them are mostly consequences."""
-    lines = log.splitlines()
-    start = next((i for i, line in enumerate(lines) if "error" in line), 0)
-    return f"{name} did not compile:\n" + "\n".join(lines[start : start + 40])

@@ -11,8 +11,6 @@ from typing import Any
 
 from megamoe.core.errors import CompileError
 from megamoe.jit import cache, paths
-from megamoe.jit.grouped import GroupedVariant
-from megamoe.jit.source import Variant
 
 # Hidden symbols and no unique ones: each shared object has its own machine. Without float contraction, x * y + z rounds
 # twice on every host.
@@ -88,8 +86,3 @@ def build_source(source: str, flags: tuple[str, ...] = (), directory: Path | Non
         return cache.fetch(key, suffix, build, directory)[0]
 
     return made(source, ".so", (*KERNEL_FLAGS, *flags), paths.CSRC)
-
-
-def build_host(variant: Variant | GroupedVariant, directory: Path | None = None) -> Path:
-    """Compile a kernel variant for the emulated machine; return the shared object."""
-    return build_source(variant.source(), directory=directory)

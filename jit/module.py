@@ -99,13 +99,11 @@ class Launcher:
         self._pointer_block = ctypes.addressof(self._pointers)
         attributes = []
         if cooperative:
-            attribute = _attribute("COOPERATIVE")
-            attribute.value.cooperative = 1
-            attributes.append(attribute)
+            attributes.append(_attribute("COOPERATIVE"))
+            attributes[-1].value.cooperative = 1
         if pdl:
-            attribute = _attribute("PROGRAMMATIC_STREAM_SERIALIZATION")
-            attribute.value.programmaticStreamSerializationAllowed = 1
-            attributes.append(attribute)
+            attributes.append(_attribute("PROGRAMMATIC_STREAM_SERIALIZATION"))
+            attributes[-1].value.programmaticStreamSerializationAllowed = 1
         self._config = kernel.launch_config(grid, attributes)
         self._stream = -1
         launch = driver.cuLaunchKernelEx

@@ -36,7 +36,7 @@ def compile_quantize() -> CompileResult:
 
 @lru_cache(maxsize=16)
 def _kernel(device: int, entry: str) -> Kernel:
-    return Kernel(compile_quantize().cubin, entry, device)
+    return Kernel(compile_quantize().cubin, f"megamoe_{entry}", device)
 
 
 def _launch(entry: str, device: torch.device, grid: tuple[int, int, int], args: Any) -> None:
@@ -64,10 +64,7 @@ def _pointer_offsets(structure: Any) -> list[int]:
 
 Pair = tuple[Tensor, Tensor]
 Ends = tuple[Tensor | None, int, int]  # of each expert's rows, how many, the experts' alignment
-_ENTRIES = {
-    torch.bfloat16: "megamoe_quantize_weights",
-    torch.float32: "megamoe_quantize_fp32_weights",
-}
+_ENTRIES = {torch.bfloat16: "quantize_weights", torch.float32: "quantize_fp32_weights"}
 
 
 def quantize_weights(
@@ -102,7 +99,7 @@ def quantize_weights(
 def transpose_weights(q: Tensor, scale: Tensor, planes: int, out: Pair | None = None) -> Pair:
     """Do as quantization.transpose_blocks(), on the current stream; q: on CUDA, I a multiple of 16."""
     out = new_transposes(q, scale, planes) if out is None else out
-    _launch_weights("megamoe_transpose_weights", q, planes, (q, scale), out)
+    _launch_weights("transpose_weights", q, planes, (q, scale), out)
     return out
 
 
@@ -131,12 +128,12 @@ def quantize_rows(x: Tensor, ends: Ends | None = None, places: int = 0) -> Pair:
     q = made(torch.empty(x.shape, dtype=E4M3_BLOCKS.dtype, device=x.device))
     if ends is None:
         scale = made(torch.empty((len(x), groups), dtype=torch.float32, device=x.device))
-        _launch_rows("megamoe_quantize_rows", x, q, scale)
+        _launch_rows("quantize_rows", x, q, scale)
         return q, scale
     scale = made(torch.empty((groups, places), dtype=torch.float32, device=x.device))
     by_block: Any = {"places": places, "num_experts": ends[1], "alignment": ends[2]}
     by_block["ends"] = None if ends[0] is None else ends[0].data_ptr()
-    _launch_rows("megamoe_quantize_rows", x, q, scale, **by_block)
+    _launch_rows("quantize_rows", x, q, scale, **by_block)
     return q, scale
 
 
@@ -149,7 +146,7 @@ def copy_tails(a: Tensor, b: Tensor, ends: Ends) -> Pair:
     for i, (t, copy) in enumerate(zip((a, b), out, strict=True)):
         args.x[i], args.out[i] = t.data_ptr(), copy.data_ptr()
         args.row_stride[i], args.columns[i] = t.stride(0), t.shape[1]
-    _launch("megamoe_copy_tails", a.device, (num, -(-max(args.columns) // 256), 2), args)
+    _launch("copy_tails", a.device, (num, -(-max(args.columns) // 256), 2), args)
     return out
 
 
@@ -159,7 +156,7 @@ def dequantize_rows(q: Tensor, scale: Tensor) -> Tensor:
     Runs on the current stream; the bits of quantization.dequantize_rows, rounded to bf16.
     """
     x = torch.empty(q.shape, dtype=torch.bfloat16, device=q.device)
-    _launch_rows("megamoe_dequantize_rows", x, q, scale)
+    _launch_rows("dequantize_rows", x, q, scale)
     return x
 
 
@@ -184,7 +181,7 @@ def dequantize_mxfp4(packed: Tensor, scale: Tensor, out: Tensor) -> None:
     places = (t.data_ptr() for t in (packed, scale, out))
     threads = planes * -(-rows // 8) * (width // 4)
     args = _Mxfp4Args(*places, *strides, planes, rows, 2 * width)
-    _launch("megamoe_dequantize_mxfp4", out.device, (-(-threads // 256), 1, num), args)
+    _launch("dequantize_mxfp4", out.device, (-(-threads // 256), 1, num), args)
 
 
 def sum_rows(rows: Tensor, places: Tensor, num: int) -> Tensor:
@@ -196,5 +193,5 @@ def sum_rows(rows: Tensor, places: Tensor, num: int) -> Tensor:
     if out.numel():
         grid = (len(out), -(-out.shape[1] // (8 * 256)), 1)
         args = _SumArgs(rows.data_ptr(), places.data_ptr(), out.data_ptr(), num, out.shape[1])
-        _launch("megamoe_sum_rows", rows.device, grid, args)
+        _launch("sum_rows", rows.device, grid, args)
     return out

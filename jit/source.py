@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import astuple, dataclass
 from itertools import product
+from typing import Any
 
 from megamoe.core.errors import ConfigError
-from megamoe.core.table import PRECISIONS, TRAINED
+from megamoe.core.table import PRECISIONS
 
 ACTIVATIONS = {
     "swiglu": "SwiGlu",
@@ -29,26 +31,16 @@ FEW = ("few", "push")  # for few tokens, of one rank and of several
 TILE = "Tile128x256"  # of csrc/megamoe/schedule/tile_shape.h
 
 QUANTIZE = "quantize-weights"  # the other kernels, of jit/quantize.py
-# of them: entry -> what it calls; its Args and threads of a CTA, by the beginnings of their names
+# of them: entry behind megamoe_ -> what it calls; its Args and threads of a CTA, by the beginnings of their names
 _ONE_PASS = {
-    "megamoe_quantize_weights": (
-        "quantize_weights<megamoe::Bf16x8>",
-        "QuantizeWeights",
-        "quantize",
-    ),
-    "megamoe_quantize_fp32_weights": (
-        *("quantize_weights<megamoe::Fp32x8>", "QuantizeWeights", "quantize"),
-    ),
-    "megamoe_transpose_weights": (
-        "quantize_weights<megamoe::E4m3x8>",
-        "QuantizeWeights",
-        "quantize",
-    ),
-    "megamoe_quantize_rows": ("quantize_rows", "QuantizeRows", "quantize"),
-    "megamoe_dequantize_rows": ("dequantize_rows", "QuantizeRows", "quantize"),
-    "megamoe_copy_tails": ("copy_tails", "CopyTails", "quantize"),
-    "megamoe_dequantize_mxfp4": ("dequantize_mxfp4", "DequantizeMxfp4", "dequantize"),
-    "megamoe_sum_rows": ("sum_rows_of_hosts", "SumRows", "sum_rows"),
+    "quantize_weights": ("quantize_weights<megamoe::Bf16x8>", "QuantizeWeights", "quantize"),
+    "quantize_fp32_weights": ("quantize_weights<megamoe::Fp32x8>", "QuantizeWeights", "quantize"),
+    "transpose_weights": ("quantize_weights<megamoe::E4m3x8>", "QuantizeWeights", "quantize"),
+    "quantize_rows": ("quantize_rows", "QuantizeRows", "quantize"),
+    "dequantize_rows": ("dequantize_rows", "QuantizeRows", "quantize"),
+    "copy_tails": ("copy_tails", "CopyTails", "quantize"),
+    "dequantize_mxfp4": ("dequantize_mxfp4", "DequantizeMxfp4", "dequantize"),
+    "sum_rows": ("sum_rows_of_hosts", "SumRows", "sum_rows"),
 }
 QUANTIZE_SOURCE = """\
 #include "megamoe/kernels/dequantize_mxfp4.cuh"
@@ -57,7 +49,7 @@ QUANTIZE_SOURCE = """\
 """ + "".join(
     f"""
 extern "C" __global__ void __launch_bounds__(megamoe::{threads}_threads)
-{entry}(const __grid_constant__ megamoe::{argument}Args args) {{
+megamoe_{entry}(const __grid_constant__ megamoe::{argument}Args args) {{
     megamoe::{function}(args);
 }}
 """
@@ -77,36 +69,13 @@ class Variant:
     weight_gradients: str = "bf16"  # what backward multiplies for them
 
     def __post_init__(self) -> None:
-        if self.precision not in PRECISIONS or PRECISIONS[self.precision].cpp is None:
-            raise ConfigError("precision", repr(self.precision), "one that has a kernel")
-        if self.kernel in FEW and self.kernel not in PRECISIONS[self.precision].few:
-            having = [repr(p.name) for p in PRECISIONS.values() if self.kernel in p.few]
-            raise ConfigError("precision", repr(self.precision), " or ".join(having))
-        if self.kernel != "forward" and not PRECISIONS[self.precision].trains:
-            raise ConfigError(
-                "precision", repr(self.precision), f"{' or '.join(TRAINED)}, to train"
-            )
-        if self.kernel not in KERNELS:
-            raise ConfigError("kernel", repr(self.kernel), "one of " + ", ".join(KERNELS))
-        if self.weight_gradients not in self._products(self.precision, self.kernel):
-            expected = " or ".join(map(repr, self._products(self.precision, self.kernel)))
-            raise ConfigError("weight_gradients", repr(self.weight_gradients), expected)
-        if self.panels and not self.expands(self.precision, self.kernel):
-            raise ConfigError("panels", True, f"False for {self.kernel} in {self.precision}")
-        if self.activation not in ACTIVATIONS:
-            raise ConfigError(
-                "activation", repr(self.activation), "one of " + ", ".join(ACTIVATIONS)
-            )
+        if astuple(self) not in _every(self.profile):
+            raise ConfigError("variant", self, "one of megamoe.jit.variants()")
 
     @staticmethod
     def expands(precision: str, kernel: str) -> bool:
         """Return whether there is a kernel with panels, too."""
         return kernel == "forward" and PRECISIONS[precision].panels
-
-    @staticmethod
-    def _products(precision: str, kernel: str) -> tuple[str, ...]:
-        """Return what weight gradients may be products of."""
-        return PRECISIONS[precision].weight_gradients if kernel == "backward" else ("bf16",)
 
     @property
     def entry(self) -> str:
@@ -144,15 +113,17 @@ MEGAMOE_KERNEL({self.entry}, megamoe::{body}, megamoe::Traits)
 """
 
 
+def _every(profile: bool) -> Iterator[tuple[Any, ...]]:
+    """Yield the fields of each Variant that a Problem can ask for."""
+    known = [p for p in PRECISIONS.values() if p.cpp is not None]
+    for kernel, p, activation in product(KERNELS, known, ACTIVATIONS):
+        exists = kernel in p.few if kernel in FEW else p.trains or kernel == "forward"
+        panels = (False, True) if Variant.expands(p.name, kernel) else (False,)
+        products = p.weight_gradients if kernel == "backward" else ("bf16",)
+        for last in product(panels, products) if exists else ():
+            yield p.name, activation, profile, kernel, *last
+
+
 def variants(profile: bool = False) -> list[Variant]:
     """Return every kernel that a Problem can ask for."""
-    have = [p.name for p in PRECISIONS.values() if p.cpp is not None]
-    made = product(KERNELS, have, ACTIVATIONS)
-    return [
-        Variant(precision, activation, profile, kernel, panels, products)
-        for kernel, precision, activation in made
-        if kernel == "forward" or precision in TRAINED
-        if kernel not in FEW or kernel in PRECISIONS[precision].few
-        for panels in ((False, True) if Variant.expands(precision, kernel) else (False,))
-        for products in Variant._products(precision, kernel)
-    ]
+    return [Variant(*fields) for fields in _every(profile)]

@@ -132,7 +132,7 @@ def test_the_host_fills_the_launch_that_transposes(
     made = quantize.transpose_weights(q, scale, 2, out)
     assert out is None or made[0] is out[0]
     assert all(map(same_bits, made, expected))
-    assert found == ["megamoe_transpose_weights"]
+    assert found == ["transpose_weights"]
 
 
 def test_fp32_weights_are_not_rounded_to_bf16_first(kernel: Any) -> None:
@@ -216,7 +216,7 @@ def test_sums_of_rows_have_torchs_bits(
 
     monkeypatch.setattr(quantize, "_launch", launch)
     assert same_bits(quantize.sum_rows(rows, places, num), expected)
-    assert found == ["megamoe_sum_rows"]
+    assert found == ["sum_rows"]
 
 
 def run_launch(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -260,7 +260,7 @@ def test_scales_by_block_are_the_formulas(
         assert same_bits(made[0], q)
         inside = groups.of_rows(x)[1][:, None]
         assert same_bits(made[1], by_block(scale.where(inside, 0), groups, num))
-    assert found == ["megamoe_quantize_rows"] * 3
+    assert found == ["quantize_rows"] * 3
 
 
 @pytest.mark.parametrize(("ends", "alignment"), ENDS)
@@ -273,7 +273,7 @@ def test_tails_are_torchs(
     num = 1 if ends is None else len(ends)
     made = quantize.copy_tails(a, b, (offs, num, alignment))
     assert all(map(same_bits, made, tails(a, b, Groups(offs, alignment))))
-    assert found == ["megamoe_copy_tails"]
+    assert found == ["copy_tails"]
 
 
 @pytest.mark.parametrize("planes", [1, 2])
@@ -298,7 +298,7 @@ def test_mxfp4_has_the_bits_of_the_formula(
     assert same_bits(out.contiguous(), expected)
     assert whole[:, planes * rows :].isnan().all()
     assert whole[:, :, columns:].isnan().all()
-    assert found == ["megamoe_dequantize_mxfp4"]
+    assert found == ["dequantize_mxfp4"]
     scale[1, 0, 0, 16] = 255  # of 32 numbers
     quantize.dequantize_mxfp4(packed, scale, out)
     assert out.isnan().sum() == 32

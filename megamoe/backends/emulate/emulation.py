@@ -332,7 +332,7 @@ _libraries: dict[str, Any] = {}
 
 def load_kernel(variant: Any) -> Any:
     """Return the emulated kernel of a variant: (Args of all ranks, ranks, CTAs, seed, report, its bytes) -> status."""
-    path = str(host.build_host(variant))
+    path = str(host.build_source(variant.source()))
     if path not in _libraries:
         library = ctypes.CDLL(path)
         getattr(library, variant.entry).argtypes = [

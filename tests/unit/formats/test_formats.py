@@ -119,7 +119,7 @@ def test_backends_refuse_an_unknown_format(
         StagedBackend(problem).forward(Call(*arguments))
     with pytest.raises(ValueError, match=f"format is '{stored.name}'"):
         reference.forward(problem, *[[a] for a in arguments])
-    with pytest.raises(ConfigError, match="precision is 'dummy', expected one that has a kernel"):
+    with pytest.raises(ConfigError, match="variant is dummy-swiglu, expected one of"):
         Variant(problem.precision, problem.activation.kind)  # what mega and emulate begin with
     with pytest.raises(KeyError, match="dummy"):
         intermediates.StageChecker(problem).limit(1)

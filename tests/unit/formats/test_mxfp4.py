@@ -322,7 +322,7 @@ def test_gradients_of_packed_weights_are_refused_by_name(precision: str) -> None
     assert bool(x.grad.any())
     assert bool(scores.grad.any())
     for kernel in ("train", "backward"):
-        with pytest.raises(ConfigError, match=f"panels is True, expected False for {kernel}"):
+        with pytest.raises(ConfigError, match=f"variant is {kernel}-{precision}-swiglu-panels"):
             Variant(precision, "swiglu", kernel=kernel, panels=True)
     for each in (layer, plain):
         each.close()

@@ -117,13 +117,6 @@ def test_roles_are_the_warps_of_a_cta():
     ]
 
 
-def test_tiles_are_read():
-    text = "using A = TileShape<16, 128, 5, 2>;\nconstexpr int warpgroup_rows = 64;\n"
-    assert abi.parse_tiles(text) == ({"A": (16, 128, 5, 2)}, {"warpgroup_rows": 64})
-    with pytest.raises(AbiMismatch, match="no tile shape"):
-        abi.parse_tiles("struct A {};\n")
-
-
 def test_fault_fields_name_the_edge():
     record = abi.FaultRecord(edge=int(abi.Edge.rows_ready), peer=3, expected=128)
     fields = abi.fault_fields(record)
