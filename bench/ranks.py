@@ -10,7 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megamoe.backends.select import Opening, choose
 from megamoe.core import env
+from megamoe.core.config import Problem
+from megamoe.group.group import Group
 from megamoe.testing import backend_of, gpu_of
 from megamoe.testing import launch as spawn
 
@@ -41,6 +44,11 @@ class Rank:
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value)
         return values
+
+    def choose(self, name: str, problem: Problem) -> str:
+        """Return the backend that a name stands for on all ranks; a line says why "auto" is not mega. Collective."""
+        group = Group.of(dist.group.WORLD)
+        return choose(Opening(name, problem, group, self.device)).name
 
     def print(self, *words: object, sep: str = " ") -> None:
         """Print on rank 0 only."""

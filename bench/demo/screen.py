@@ -18,7 +18,6 @@ from bench.demo.training import Recipe, Setup, train
 from bench.ranks import Rank
 from bench.shapes import problem_of
 from bench.tables import PRINTED, header, write_table
-from megamoe.backends.select import choose
 from megamoe.testing.shapes import Shape
 
 # Options of MegaMoE.
@@ -62,7 +61,7 @@ def worker(me: Rank, args: argparse.Namespace) -> int:
     recipe = Recipe(model, batch=batch, steps=args.steps or (400 if on_gpu else 300))
     shape = Shape("demo", model.hidden, model.intermediate, model.num_experts, model.top_k)
     problem = problem_of(shape, batch * model.context, me)
-    backend = choose("auto", problem, dist.group.WORLD, me.device) if on_gpu else "staged"
+    backend = me.choose("auto", problem) if on_gpu else "staged"
     this, title = Setup(recipe, shared_corpus(), me.device, dist.group.WORLD, {}), header()
     found: Losses = {}
     apart: dict[str, list[float]] = {}

@@ -20,7 +20,6 @@ from bench.demo.model import ModelConfig, shared_corpus
 from bench.demo.training import WINDOW, Recipe, Setup, train
 from bench.ranks import Rank
 from bench.shapes import problem_of
-from megamoe.backends.select import choose
 from megamoe.testing.shapes import Shape
 
 CPU_MODEL = ModelConfig()
@@ -50,7 +49,7 @@ def worker(me: Rank, args: argparse.Namespace) -> int:
     problem = problem_of(shape, batch // me.size * m.context, me, args.precision)
     # Asked once, not in every layer; where it is not the kernel, a line says why.
     if backend == "auto":
-        backend = choose("auto", problem, world, me.device) if on_gpu else "staged"
+        backend = me.choose("auto", problem) if on_gpu else "staged"
     text = shared_corpus()
     me.print(megamoe.memory_report(problem)["line"])
     me.print(

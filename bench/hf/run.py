@@ -25,7 +25,6 @@ from bench.hf.training import Run, compare, train
 from bench.ranks import Rank
 from bench.shapes import problem_of
 from bench.tables import header
-from megamoe.backends.select import choose
 from megamoe.testing.shapes import Shape
 
 PROMPT = b"A class is "
@@ -50,7 +49,7 @@ def choose_backend(name: str, sizes: Sizes, me: Rank) -> str:
     """Ask once, not in every layer, what "auto" is; a line says why it is not the kernel. Collective."""
     shape = Shape("demo", sizes.hidden, sizes.intermediate, sizes.experts, sizes.top_k)
     problem = problem_of(shape, sizes.batch * sizes.context, me)
-    chosen = choose(name, problem, dist.group.WORLD, me.device)
+    chosen = me.choose(name, problem)
     me.print(
         f"{sizes.layers} layers of {sizes.experts} experts (top {sizes.top_k}) on {me.size} ranks, "
         f"{sizes.batch * sizes.context} tokens each, {me.device.type}, backend {chosen}"

@@ -12,7 +12,7 @@ from typing import Any, TypedDict
 import torch
 import torch.distributed as dist
 
-from megamoe.backends.select import check_options, resolve, window_of
+from megamoe.backends.select import Opening, check_options, resolve, window_of
 from megamoe.core.config import Problem
 from megamoe.core.errors import ConfigError
 from megamoe.core.planes import is_dtensor
@@ -166,7 +166,7 @@ def borrow_window(
     problem: Problem, group: Any, device: torch.device, backend: str, options: Mapping[str, Any]
 ) -> dict[str, Window]:
     """Return the option `window` for a layer if the kernel runs it, else an empty dict. Collective."""
-    found = window_of(backend, problem, Group.of(group), device, options)
+    found = window_of(Opening(backend, problem, Group.of(group), device, options))
     if found is None or options.get("window") is not None:
         return {}
     problem, group = found

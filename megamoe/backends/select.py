@@ -40,26 +40,23 @@ BACKENDS: dict[str, Any] = {
 INSIDE_HOSTS = ("mega", "emulate", "reference")
 
 
-def hosts_of(name: str, group: Group, hosts: Sequence[str]) -> Hosts | None:
-    """Return the hosts that a named backend runs inside of; None: it runs over all ranks. hosts: name of each rank's.
+def hosts_of(
+    name: str, problem: Problem, group: Group, names: Sequence[str], options: Mapping[str, Any]
+) -> Hosts | None:
+    """Return the hosts that a named backend runs inside of; None: it runs over all ranks. names: of each rank's host.
 
     "auto" stays with `staged` over several hosts: until GPUs of several hosts have run the kernel inside each, nobody
-    is given that unasked. Raises ConfigError for hosts with unequal numbers of ranks, or not side by side.
+    is given that unasked. Raises ConfigError for hosts with unequal numbers of ranks, or not side by side, and for a
+    problem that the backend cannot have there.
     """
-    if resolve(name) not in INSIDE_HOSTS or (group.num_hosts is None and len(set(hosts)) == 1):
-        return None
-    found = Hosts.of(hosts, group.num_hosts)
-    return found if len(found.names) > 1 else None
-
-
-def check_inside(
-    name: str, problem: Problem, hosts: Hosts | None, options: Mapping[str, Any]
-) -> None:
-    """Raise ConfigError where a backend cannot have the problem that it is given on each host."""
-    if hosts is not None:
-        problem = inside(problem, hosts, options.get("chunks"))
-    if resolve(name) in ("mega", "emulate"):
-        check_window(problem)
+    asked, found = resolve(name), None
+    if asked in INSIDE_HOSTS and (group.num_hosts is not None or len(set(names)) > 1):
+        found = Hosts.of(names, group.num_hosts)
+        found = found if len(found.names) > 1 else None
+    here = problem if found is None else inside(problem, found, options.get("chunks"))
+    if asked in ("mega", "emulate"):
+        check_window(here)
+    return found
 
 
 def resolve(name: str) -> str:
@@ -71,36 +68,28 @@ def resolve(name: str) -> str:
 
 @dataclass(frozen=True)
 class Opening:
-    """Which part of which call makes a backend.
+    """Ask for a backend as part of a collective call.
 
-    call: of order.CALLS. layer: its number on the group, since a rank may open layers that are alike in another order.
-    equal: what has to be so on all ranks, by name.
+    options: OF_BACKENDS. call: of order.CALLS. layer: its number on the group, since a rank may open layers that are
+    alike in another order. equal: what has to be so on all ranks, by name.
     """
 
+    name: str
+    problem: Problem
+    group: Group
+    device: torch.device
+    options: Mapping[str, Any] = field(default_factory=dict)
     call: str = "set-up"
     layer: int = 0
     equal: Mapping[str, Any] = field(default_factory=dict)
 
 
-def choose(
-    name: str,
-    problem: Problem,
-    group: Any,
-    device: torch.device,
-    options: Mapping[str, Any] | None = None,
-) -> str:
-    """Return the backend that `name` stands for, agreed on over the group. Collective."""
-    return _choose(name, problem, Group.of(group), device, options or {}, Opening()).name
-
-
-def window_of(
-    name: str, problem: Problem, group: Group, device: torch.device, options: Mapping[str, Any]
-) -> tuple[Problem, Group] | None:
+def window_of(opening: Opening) -> tuple[Problem, Group] | None:
     """Return the problem and the group of the window that a layer has, or None where it has none. Collective."""
-    chosen = _choose(name, problem, group, device, options, Opening())
+    problem, group, chosen = opening.problem, opening.group, choose(opening)
     if chosen.name != "mega" or chosen.hosts is None:
         return (problem, group) if chosen.name == "mega" else None
-    here = inside(problem, chosen.hosts, options.get("chunks"))
+    here = inside(problem, chosen.hosts, opening.options.get("chunks"))
     return here, Links.of(group, chosen.hosts).host
 
 
@@ -112,21 +101,15 @@ class _Chosen(NamedTuple):
     stated: Mapping[int, Any] = {}
 
 
-def _choose(
-    name: str,
-    problem: Problem,
-    group: Group,
-    device: torch.device,
-    options: Mapping[str, Any],
-    opening: Opening,
-) -> _Chosen:
-    """Choose a backend as part of `opening`."""
+def choose(opening: Opening) -> _Chosen:
+    """Return the backend that `opening.name` stands for, agreed on over the group. Collective."""
+    name, problem, group, options = opening.name, opening.problem, opening.group, opening.options
 
     def state() -> RankConfig:
         check_options(problem, group, options)
         asked = resolve(name)
         wanted, launches = asked in ("auto", "mega"), None
-        reason = why_not_mega(problem, device) if wanted else None
+        reason = why_not_mega(problem, opening.device) if wanted else None
         if wanted and reason is None:
             launches = Stated.here(group, options.get("reserve_sms"))
         return RankConfig(
@@ -143,17 +126,14 @@ def _choose(
 
     said = group.agree(opening.call, state)
     asked, names = resolve(name), [host for host, *_ in said.values()]
-    hosts = hosts_of(name, group, names)
-    if asked != "mega":
-        check_inside(name, problem, hosts, options)
+    hosts = hosts_of(name, problem, group, names, options)
     if asked not in ("auto", "mega"):
         return _Chosen(asked, hosts)
     why = spans_hosts(names) if hosts is None else None
     if why is not None:
         why += '; backend="mega" by name runs inside each, which no GPUs of several hosts have run'
-    if why is None:
-        here = problem if hosts is None else inside(problem, hosts, options.get("chunks"))
-        why = here.why_no_window()
+    elif hosts is None:
+        why = problem.why_no_window()
     for rank, (_, own, _) in said.items():
         if why is None and own is not None:
             why = f"rank {rank}: {own}" if len(said) > 1 else own
@@ -187,13 +167,13 @@ def check_options(problem: Problem, group: Any, options: Mapping[str, Any]) -> N
     if reserve is not None and (not isinstance(reserve, int) or reserve < 0):
         raise ConfigError("reserve_sms", repr(reserve), "None or a number of SMs")
     env.timeout_s(options.get("timeout_s"))
-    chunks, exchange = over_hosts(options).values()
+    chunks, exchange = options.get("chunks"), options.get("exchange")
     most = min(problem.max_tokens, MAX_CHUNKS)
     if chunks is not None and not (type(chunks) is int and 1 <= chunks <= most):
         of = "max_tokens = " if most < MAX_CHUNKS else ""
         expected = f"None or a number from 1 to {of}{most}"
         raise ConfigError("chunks", repr(chunks), expected)
-    if exchange not in tuple(EXCHANGES):
+    if exchange not in (None, *EXCHANGES):
         raise ConfigError("exchange", repr(exchange), " or ".join(map(repr, EXCHANGES)))
     products, known = options.get("weight_gradients"), problem.formats.weight_gradients
     if products not in (None, *known):
@@ -215,22 +195,14 @@ def operands_of(problem: Problem, given: str | None) -> str:
 
 def agreed_options(problem: Problem, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options that ranks have to agree on."""
-    operands = operands_of(problem, options.get("weight_gradients"))
-    return {"weight_gradients": operands, **over_hosts(options)}
-
-
-def over_hosts(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a layer over several hosts."""
-    exchange = options.get("exchange")
     return {
+        "weight_gradients": operands_of(problem, options.get("weight_gradients")),
         "chunks": options.get("chunks"),
-        "exchange": next(iter(EXCHANGES)) if exchange is None else exchange,
+        "exchange": options.get("exchange") or next(iter(EXCHANGES)),
     }
 
 
-def check_device(
-    name: str, problem: Problem, group: Any, device: torch.device | str | None
-) -> None:
+def check_device(name: str, problem: Problem, device: torch.device | str | None) -> None:
     """Raise ConfigError, before memory is taken, where parameters on `device` could never be used."""
     device = torch.get_default_device() if device is None else torch.device(device)
     if device.type == "cuda" and not torch.cuda.is_available():
@@ -252,74 +224,52 @@ def make_backend(
     differ.
     """
     where = Group.of(group), torch.device(device)
-    return open_backend(name, problem, *where, options, Opening("make_backend()"))
+    return open_backend(Opening(name, problem, *where, options, "make_backend()"))
 
 
-def open_backend(
-    name: str,
-    problem: Problem,
-    group: Group,
-    device: torch.device,
-    options: Mapping[str, Any],
-    opening: Opening,
-) -> Backend:
-    """Make the backend that was asked for, as part of another call."""
-    chosen = _choose(name, problem, group, device, options, opening)
+def open_backend(opening: Opening) -> Backend:
+    """Make the backend that was asked for. Collective."""
+    chosen = choose(opening)
     if chosen.hosts is None:
-        return _made(chosen.name, problem, group, device, options, chosen.stated)
-    return _made_over_hosts(chosen, problem, group, device, options)
+        return _made(replace(opening, name=chosen.name), chosen.stated)
+    return _made_over_hosts(opening, chosen.name, chosen.hosts)
 
 
-def _made(
-    name: str,
-    problem: Problem,
-    group: Group,
-    device: torch.device,
-    options: Mapping[str, Any],
-    stated: Mapping[int, Any] | None,
-) -> Backend:
+def _made(opening: Opening, stated: Mapping[int, Any] | None = None) -> Backend:
     """stated: what ranks said of their launches; None: they say so now."""
+    name, problem, options = opening.name, opening.problem, opening.options
     make = BACKENDS[name]
     accepted = inspect.signature(make).parameters
     if "weight_gradients" not in accepted and options.get("weight_gradients") == "e4m3":
         raise ConfigError("weight_gradients", "'e4m3'", f"'bf16' with backend {name!r}")
-    given = {key: value for key, value in options.items() if key in accepted and value is not None}
-    if "weight_gradients" in accepted:
-        given["weight_gradients"] = operands_of(problem, options.get("weight_gradients"))
-    if "device" in accepted:
-        given["device"] = device
-    if "agreed" in accepted:
-        given["agreed"] = stated
-    backend: Backend = make(problem, group, **given)
+    given = {key: value for key, value in options.items() if value is not None}
+    given["weight_gradients"] = operands_of(problem, options.get("weight_gradients"))
+    given |= {"device": opening.device, "agreed": stated}
+    given = {key: value for key, value in given.items() if key in accepted}
+    backend: Backend = make(problem, opening.group, **given)
     return backend
 
 
-def _made_over_hosts(
-    chosen: _Chosen,
-    problem: Problem,
-    group: Group,
-    device: torch.device,
-    options: Mapping[str, Any],
-) -> Backend:
+def _made_over_hosts(opening: Opening, name: str, hosts: Hosts) -> Backend:
     """Make the backend inside each host, and what stands around it; a rank's error is everybody's. Collective."""
-    assert chosen.hosts is not None
-    links = Links.of(group, chosen.hosts)
+    problem, group, options = opening.problem, opening.group, opening.options
+    links = Links.of(group, hosts)
     links.timeout_s = env.timeout_s(options.get("timeout_s"))
     if any(group.gather(mark_of("set-up"), links.broken is not None).values()):
         links.renew()
     given = {name: value for name, value in options.items() if value is not None}
     if env.reserve_sms() is None:  # the rail's kernels run beside those of the layer
         given.setdefault("reserve_sms", RAIL_CTAS)
-    chunks, exchange = over_hosts(options).values()
+    _, chunks, exchange = agreed_options(problem, options).values()
 
     def make(here: Problem) -> Backend:
         # A token has a part of its routes here: the pool need not be larger than for one host's tokens.
         tokens = -(-problem.max_tokens // chunks_of(problem, links.hosts, chunks))
         rows = default_pool_rows(replace(here, rank=0, max_tokens=tokens))
-        return _made(chosen.name, here, links.host, device, {"pool_rows": rows, **given}, None)
+        inside = {"pool_rows": rows, **given}
+        return _made(replace(opening, name=name, problem=here, group=links.host, options=inside))
 
     def make_all() -> Backend:
-        options = {"chunks": chunks, "exchange": exchange, "group": group}
-        return HostsBackend(problem, links, make, **options)
+        return HostsBackend(problem, links, make, chunks=chunks, exchange=exchange, group=group)
 
     return group.all_or_none("set-up", make_all)

@@ -16,7 +16,6 @@ from megamoe.backends.options import Options
 from megamoe.backends.select import (
     Opening,
     agreed_options,
-    check_inside,
     check_options,
     hosts_of,
     open_backend,
@@ -114,10 +113,10 @@ class Layer:
 
         said = ranks.agree("a new layer", state)
         self.problem: Problem = said[ranks.rank][0]
-        hosts = hosts_of(backend, ranks, [host for _, host in said.values()])
         self.options = Options.of(options, given)
         self._options = self.options.of_backend()
-        check_inside(backend, self.problem, hosts, self._options)
+        names = [host for _, host in said.values()]
+        hosts_of(backend, self.problem, ranks, names, self._options)  # raises ConfigError
         self.backend = backend
         self._number = ranks.number("layers")
         self._weighting = Weighting.of(self.problem, self.options)
@@ -413,9 +412,10 @@ class Layer:
             with lasting():
                 if self._runtime is None:
                     over = {"num_ranks of average_expert_gradients()": self._mean_over}
-                    opening = Opening(call, self._number, over)
                     where = self.problem, self.ranks, weights.w13.device
-                    backend = open_backend(self.backend, *where, self._options, opening)
+                    options, number = self._options, self._number
+                    opening = Opening(self.backend, *where, options, call, number, over)
+                    backend = open_backend(opening)
                     makes = self.options.transposes == "made" or self.options.gathers == "e4m3"
                     cache = QuantizedCache(makes)
                     own = self.problem, self.ranks, backend, cache

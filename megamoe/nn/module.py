@@ -114,7 +114,7 @@ class MegaMoE(nn.Module):
                 activation=activation_by_name(activation),
                 bias=bias,
             )
-            check_device(backend, made, ranks, device)
+            check_device(backend, made, device)
             allowed = master_types(made)
             if dtype not in allowed:
                 expected = " or ".join(map(str, allowed)) + f" with precision {precision!r}"

@@ -79,8 +79,8 @@ def test_layers_of_one_size_share_a_window_until_the_last_is_closed(monkeypatch)
     made, closed = [], []
     chosen = ["mega"]
 
-    def window_of(name, problem, group, *_):
-        return (problem, group) if chosen[-1] == "mega" else None
+    def window_of(opening):
+        return (opening.problem, opening.group) if chosen[-1] == "mega" else None
 
     monkeypatch.setattr(library_layer, "window_of", window_of)
     window = type("Window", (), {"close": lambda self: closed.append(self)})

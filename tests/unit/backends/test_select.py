@@ -8,7 +8,8 @@ import torch
 
 from megamoe import ArgumentError, CompileError, ConfigError, Layer, Problem
 from megamoe.backends import select
-from megamoe.backends.select import choose, make_backend, why_not_mega
+from megamoe.backends.select import Opening, choose, make_backend, why_not_mega
+from megamoe.group.group import Group
 from megamoe.jit import paths
 from megamoe.testing import make_inputs, make_weights
 
@@ -85,23 +86,27 @@ def test_auto_says_what_is_missing_to_compile(caplog, monkeypatch):
     select._say_why.cache_clear()
     with caplog.at_level(logging.WARNING, logger="megamoe"):
         for _ in range(3):  # three layers, one line
-            assert choose("auto", PROBLEM, None, device) == "staged"
+            assert chosen(device) == "staged"
     assert len(caplog.records) == 1
     assert "not mega: kernels cannot be compiled: the CUTLASS headers are missing" in caplog.text
+
+
+def chosen(device):
+    return choose(Opening("auto", PROBLEM, Group(), device)).name
 
 
 def test_auto_says_why_not(caplog, monkeypatch):
     monkeypatch.delenv("MEGAMOE_BACKEND", raising=False)
     select._say_why.cache_clear()
     with caplog.at_level(logging.WARNING, logger="megamoe"):
-        assert choose("auto", PROBLEM, None, torch.device("cpu")) == "staged"
+        assert chosen(torch.device("cpu")) == "staged"
     assert len(caplog.records) == 1
     assert "not mega: the tensors are on cpu" in caplog.text
     monkeypatch.setenv("MEGAMOE_BACKEND", "reference")
-    assert choose("auto", PROBLEM, None, torch.device("cpu")) == "reference"
+    assert chosen(torch.device("cpu")) == "reference"
     monkeypatch.delenv("MEGAMOE_BACKEND")
     monkeypatch.setattr(select, "why_not_mega", lambda *args: None)
-    assert choose("auto", PROBLEM, None, torch.device("cpu")) == "mega"
+    assert chosen(torch.device("cpu")) == "mega"
 
 
 def test_why_not_mega_asks_the_device(monkeypatch):

@@ -20,7 +20,7 @@ PROBLEM = replace(driver_stub.PROBLEM, precision="bf16", ep_size=2)
 def on_ranks(body, monkeypatch):
     """Return what body(rank, layer, call) returned on each of two ranks, which are threads."""
     monkeypatch.setattr(
-        megamoe.layer.layer, "open_backend", lambda _, p, group, *__: backend_of(p, group=group)
+        megamoe.layer.layer, "open_backend", lambda o: backend_of(o.problem, group=o.group)
     )
 
     def run(member):

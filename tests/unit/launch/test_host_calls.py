@@ -45,7 +45,7 @@ def counted(call):
 def test_a_steady_call_takes_few_calls(monkeypatch, precision, most):
     """With a state elsewhere than that of the call before. A module takes one call more than a layer."""
     monkeypatch.setattr(
-        megamoe.layer.layer, "open_backend", lambda name, problem, *_: backend_of(problem)
+        megamoe.layer.layer, "open_backend", lambda opening: backend_of(opening.problem)
     )
     problem = replace(driver_stub.PROBLEM, precision=precision)
     weights = driver_stub.weights_of(replace(problem, precision="bf16"))
