@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -36,8 +36,11 @@ _CALL, _CALL_FIELDS = (
 )
 _CALL_OFFSET = abi.Args.rows_in.offset
 assert all(getattr(abi.Args, n).offset == _CALL_OFFSET + 8 * i for i, n in enumerate(_CALL_FIELDS))
-DEFAULT_STEP_BLOCKS = 0  # 0: the kernel chooses, see csrc/megamoe/schedule/order.h
 PROFILE_SLOTS = 80  # int64 of a CTA, see csrc/megamoe/cta/profile.cuh
+
+
+def _regions(make: Callable[[Plan], Regions]) -> cached_property[Regions]:
+    return cached_property(make)
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,8 @@ class Plan:
     """Hold the layout of one layer on one rank, which does not change between launches.
 
     window_tokens: max_tokens of the window, which larger layers may share. It determines all strides.
+    window, workspace, ...: the regions of each memory, see layout.py. backward: of its workspace, which is separate
+    memory. stash: of the rows that a backward pass stashes for weight gradients of several passes.
     """
 
     problem: Problem
@@ -62,20 +67,14 @@ class Plan:
         """The problem with the window's max_tokens."""
         return replace(self.problem, max_tokens=self.window_tokens or self.problem.max_tokens)
 
-    @cached_property
-    def window(self) -> Regions:
-        """Regions of the window."""
-        return layout.window_regions(self.strided)
-
-    @cached_property
-    def workspace(self) -> Regions:
-        """Regions of the workspace."""
-        return layout.workspace_regions(self.strided, self.pool_rows)
-
-    @cached_property
-    def state(self) -> Regions:
-        """Regions of a call's state."""
-        return layout.state_regions(self.strided)
+    window = _regions(lambda p: layout.window_regions(p.strided))
+    workspace = _regions(lambda p: layout.workspace_regions(p.strided, p.pool_rows))
+    state = _regions(lambda p: layout.state_regions(p.strided))
+    train_state = _regions(lambda p: layout.train_state_regions(p.strided, p.pool_rows))
+    backward = _regions(
+        lambda p: layout.backward_regions(p.strided, p.pool_rows, p.weight_gradients)
+    )
+    stash = _regions(lambda p: layout.stash_regions(p.strided, p.pool_rows, p.weight_gradients))
 
     @cached_property
     def state_offset(self) -> int:
@@ -87,64 +86,39 @@ class Plan:
         """Bytes of the workspace and of the state after it."""
         return self.state_offset + self.state.bytes
 
-    @cached_property
-    def train_state(self) -> Regions:
-        """Regions of the state of a call that trains."""
-        return layout.train_state_regions(self.strided, self.pool_rows)
-
-    @cached_property
-    def backward(self) -> Regions:
-        """Regions of backward's workspace, which is separate memory."""
-        return layout.backward_regions(self.strided, self.pool_rows, self.weight_gradients)
-
-    @cached_property
-    def stash(self) -> Regions:
-        """Regions of the rows that a backward pass stashes for weight gradients of several passes."""
-        return layout.stash_regions(self.strided, self.pool_rows, self.weight_gradients)
-
     def views(self, memory: Tensor) -> dict[str, Tensor]:
         """Return views of every region of the workspace and its state. memory: [workspace_bytes] uint8."""
         return self.workspace.views(memory) | self.state.views(memory[self.state_offset :])
 
 
-@dataclass(frozen=True)
-class LaunchContext:
-    """Hold the addresses and time-outs that all launches of a layer share.
-
-    window_bases: windows of all ranks, as mapped here. workspace_base: memory of plan.workspace_bytes. It also holds
-        the state of calls without fill_state(). fault, profile: addresses.
-    epoch: address of the epoch cell, if layers share a window. 0: the workspace's own.
-    layer: number of the layer in its window. It is part of the hash, so ranks notice different orders of calls.
-    join_ns: how long a launch waits for SMs that other kernels hold. Then it runs on fewer. 0: it needs all CTAs.
-    peers_ns: how long it waits, on all of its SMs, for a peer's launch to begin. Then it leaves half of them to others.
-    """
-
-    window_bases: Sequence[int]
-    workspace_base: int
-    timeout_ns: int
-    fault: int
-    profile: int = 0
-    epoch: int = 0
-    step_blocks: int = DEFAULT_STEP_BLOCKS
-    layer: int = 0
-    join_ns: int = 0
-    peers_ns: int = 0
-
-
-def fill_static(args: Any, plan: Plan, context: LaunchContext, encoder: Encoder) -> None:
-    """Fill the arguments that all launches share: sizes, regions, the maps over the workspace.
+def fill_static(
+    args: Any,
+    plan: Plan,
+    encoder: Encoder,
+    windows: Sequence[int],
+    workspace: int,
+    layer: int = 0,
+    **own: int,
+) -> None:
+    """Fill the arguments that all launches of a layer share: sizes, regions, the maps over the workspace.
 
     args: a zeroed argument of abi.LAUNCHES. For backward, fill_backward() fills the table.
+    windows: addresses of the windows of all ranks, as mapped here. workspace: of memory of plan.workspace_bytes. It
+        also holds the state of calls without fill_state().
+    layer: number of the layer in its window. It is part of the hash, so ranks notice different orders of calls.
+    own: fields of Args. timeout_ns; fault, profile: addresses. step_blocks: 0: the kernel chooses.
+        epoch: address of the epoch cell, if layers share a window; by default the workspace's own.
+        join_ns: how long a launch waits for SMs that other kernels hold. Then it runs on fewer. 0: it needs all CTAs.
+        peers_ns: how long it waits, on all of its SMs, for a peer's launch to begin. Then it leaves half of them to
+        others.
     """
-    p = plan.strided
-    address = plan.workspace.at(context.workspace_base)
+    p, address = plan.strided, plan.workspace.at(workspace)
     for name in address.keys() & set(abi.field_names(abi.Args)):
         setattr(args, name, address[name])
-    fill_state(args, plan, context.workspace_base + plan.state_offset)
-    if context.epoch:
-        args.epoch = context.epoch
-    args.fault, args.profile = context.fault, context.profile
-    for rank, base in enumerate(context.window_bases):
+    fill_state(args, plan, workspace + plan.state_offset)
+    for name, value in own.items():
+        setattr(args, name, value)
+    for rank, base in enumerate(windows):
         args.window[rank] = base
     for name, region in plan.window.items():
         for target in (args, getattr(args, "own", None)):
@@ -152,24 +126,13 @@ def fill_static(args: Any, plan: Plan, context: LaunchContext, encoder: Encoder)
                 setattr(target, name, region.offset)
     if isinstance(args, abi.LAUNCHES["push"]):
         args.own.tokens, args.own.ids_shift = layout.few_tokens(p), layout.few_ids_shift(p)
+    fill_sizes(args, plan)
     args.abort = args.window[p.rank] + args.window_abort
-    args.timeout_ns = context.timeout_ns
-    args.join_ns, args.peers_ns = context.join_ns, context.peers_ns
-    args.max_tokens = p.max_tokens
-    args.num_ranks, args.rank = p.ep_size, p.rank
-    args.num_experts = p.num_experts
-    args.num_local_experts = p.num_local_experts(p.rank)
-    args.expert_begin = p.expert_begin(p.rank)
-    args.top_k = p.top_k
-    args.hidden, args.intermediate = p.hidden, p.intermediate
-    args.pool_rows = plan.pool_rows
-    args.max_chunks = layout.max_chunks(p)
     args.ready_cells = plan.window["window_ready"].shape[1]
-    args.step_blocks = context.step_blocks
     # A given step length selects the order by steps, without meetings.
-    gb_per_s = 0.0 if context.step_blocks else meetings.bandwidth()
+    gb_per_s = 0.0 if args.step_blocks else meetings.bandwidth()
     meetings.fill(args.meet, address["came"], p, plan.pool_rows, gb_per_s)
-    args.config_hash = (p.fingerprint() + context.layer * LAYER_HASH) & 0xFFFFFFFF
+    args.config_hash = (p.fingerprint() + layer * LAYER_HASH) & 0xFFFFFFFF
     act = p.activation
     args.act_alpha, args.act_limit, args.act_up_offset = act.alpha, act.limit, act.up_offset
 
@@ -177,6 +140,16 @@ def fill_static(args: Any, plan: Plan, context: LaunchContext, encoder: Encoder)
         write(args, forward_rows(plan, address), encoder)
     if isinstance(args, abi.LAUNCHES["packed"]):
         _fill_expanded(args, plan, address, encoder)
+
+
+def fill_sizes(args: Any, plan: Plan) -> None:
+    """Fill the sizes of the problem and of the pool."""
+    p = plan.strided
+    for name in ("max_tokens", "rank", "num_experts", "top_k", "hidden", "intermediate"):
+        setattr(args, name, getattr(p, name))
+    args.num_ranks, args.expert_begin = p.ep_size, p.expert_begin(p.rank)
+    args.num_local_experts = p.num_local_experts(p.rank)
+    args.pool_rows, args.max_chunks = plan.pool_rows, layout.max_chunks(p)
 
 
 def _fill_expanded(args: Any, plan: Plan, address: dict[str, int], encoder: Encoder) -> None:

@@ -20,7 +20,7 @@ from megamoe.core.table import BF16, SCALE_GROUP
 from megamoe.formats.quantization import rows_of_blocks
 from megamoe.formats.weights import ExpertWeights, TransposedWeights
 from megamoe.launch import layout
-from megamoe.launch.arguments import Plan, fill_call, fill_packed
+from megamoe.launch.arguments import Plan, fill_call, fill_packed, fill_sizes
 from megamoe.launch.table import (
     Encoder,
     Row,
@@ -59,8 +59,9 @@ def fill_backward(args: Any, plan: Plan, base: int, encoder: Encoder, stash: int
 
     base: address of memory for plan.backward. stash: of memory for plan.stash, for rows of weight gradients; 0: none.
     """
-    p, workspace = plan.strided, _workspace_base(args, plan)
-    address = plan.workspace.at(workspace)
+    p = plan.strided
+    # Args has the workspace's address nowhere.
+    address = plan.workspace.at(int(args.y_rows) - plan.workspace["y_rows"].offset)
     address |= {"hs": address["h"]}  # unless it has memory of its own
     address |= plan.backward.at(base)
     if stash:
@@ -109,11 +110,6 @@ def operands_of_weights(plan: Plan, views: Mapping[str, Tensor]) -> dict[str, Te
         rows = rows_of_blocks(q, scale[:blocks]).unflatten(1, (planes, -1))
         found[name] = rows[..., :width].flatten(1)
     return found
-
-
-def _workspace_base(args: Any, plan: Plan) -> int:
-    """Return the address of the workspace, which Args has nowhere: h is in maps only."""
-    return int(args.y_rows) - plan.workspace["y_rows"].offset
 
 
 def fill_backward_weights(
@@ -203,11 +199,9 @@ def fill_stashed_weights(
     passes: an address of plan.stash for each, at most layout.max_stashed_passes() of them. targets, accumulate: as
         fill_gradients takes them. zeros: of stash_zeros().
     """
-    p, own, rows = plan.strided, args.own, plan.pool_rows
+    own = args.own
     own.zeros = address_of(zeros)
-    args.num_ranks, args.rank = p.ep_size, p.rank
-    args.num_local_experts, args.max_chunks = p.num_local_experts(p.rank), layout.max_chunks(p)
-    args.pool_rows = rows
+    fill_sizes(args, plan)
     own.num_passes = len(passes)
     for to, base in zip(own.passes, passes, strict=False):
         at = plan.stash.at(base)
@@ -227,7 +221,6 @@ def fill_stashed_weights(
 
 def fill_backward_call(
     args: Any,
-    *,
     dy: Tensor,
     x: Tensor,
     topk_ids: Tensor,

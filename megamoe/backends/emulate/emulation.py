@@ -41,11 +41,11 @@ class Emulation:
     """Emulate all ranks of a group in this process. Windows, workspaces and epochs live as long as the object.
 
     problem: of any rank. num_ctas: per rank, even. pool_rows: per rank; None: each rank's default. join_ns, peers_ns:
-    see LaunchContext, in emulated time. profile: run variants with timestamps. `profiles` then has the marks of the
+    see fill_static(), in emulated time. profile: run variants with timestamps. `profiles` then has the marks of the
     last launch, [num_ctas, 80] int64 by rank, in emulated ns.
 
     All calls take sequences with one entry per rank. seed: determines the order in which fibers run and copies land; 0
-    is round robin. layer: number of the layer in the window, see arguments.LaunchContext.
+    is round robin. layer: number of the layer in the window, see fill_static().
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Emulation:
         *,
         num_ctas: int = DEFAULT_CTAS,
         pool_rows: int | None = None,
-        step_blocks: int = arguments.DEFAULT_STEP_BLOCKS,
+        step_blocks: int = 0,
         timeout_s: float | None = None,
         join_ns: int = 0,
         peers_ns: int = 10**6,
@@ -193,15 +193,10 @@ class Emulation:
                 accumulate=targets[index].accumulate,
                 stashes=rows is not None,
             )
-            training.fill_backward_call(
-                args,
-                dy=kept.flat(dys[index]),
-                x=kept.flat(call.rows[0]),
-                topk_ids=kept.flat(call.topk_ids),
-                dx=dxs[index],
-                d_topk_weights=d_weights[index],
-                num_tokens_device=kept.flat(call.num_tokens_device),
+            dy, x, ids, count = map(
+                kept.flat, (dys[index], call.rows[0], call.topk_ids, call.num_tokens_device)
             )
+            training.fill_backward_call(args, dy, x, ids, dxs[index], d_weights[index], count)
             args.own.only_weights = of_rank.only_weights
 
         self.written = [[dxs[r], d_weights[r], *targets[r].tensors.values()] for r in ranks]
@@ -232,18 +227,15 @@ class Emulation:
         bases = [rank.window.data_ptr() for rank in self.ranks]
         for index, rank in enumerate(self.ranks):
             args = argument.from_address(address + index * size)
-            context = arguments.LaunchContext(
-                window_bases=bases,
-                workspace_base=rank.workspace.data_ptr(),
+            arguments.fill_static(
+                *(args, rank.plan, encode_emulated, bases, rank.workspace.data_ptr(), layer),
                 timeout_ns=self.timeout_ns,
                 fault=ctypes.addressof(rank.fault),
                 step_blocks=self.step_blocks,
-                layer=layer,
                 join_ns=self.join_ns,
                 peers_ns=self.peers_ns,
                 profile=self.profiles[index].data_ptr(),
             )
-            arguments.fill_static(args, rank.plan, context, encode_emulated)
             fill(index, args)
         report = ctypes.create_string_buffer(REPORT_BYTES)
         kernel = self.kernel(kind)

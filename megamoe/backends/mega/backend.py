@@ -30,7 +30,7 @@ from megamoe.group.group import Group, RankConfig
 from megamoe.jit import cache
 from megamoe.jit.source import FEW, Variant
 from megamoe.launch import layout
-from megamoe.launch.arguments import Plan
+from megamoe.launch.arguments import PROFILE_SLOTS, Plan
 from megamoe.launch.launches import current_device, on_device, refuse_capture
 from megamoe.window.window import SOURCES, Window
 
@@ -142,7 +142,10 @@ class MegaBackend(Backend):
         if not 0 <= reserve <= sms - PAIR_CTAS:
             raise ConfigError("reserve_sms", reserve, f"0..{sms - PAIR_CTAS}")
         self.grid = (sms - reserve) // PAIR_CTAS * PAIR_CTAS
-        self.profile = launches.new_profile(self.grid, self.device) if profile else None
+        self.profile: Tensor | None = None
+        if profile:
+            stamps = self.grid, PROFILE_SLOTS
+            self.profile = torch.zeros(stamps, dtype=torch.int64, device=self.device)
         self._kernels = LayerKernels(
             plan=self.plan,
             window=self.window,
@@ -152,7 +155,7 @@ class MegaBackend(Backend):
             patience_ns=patience_ns,
             timeout_ns=self.window.timeout_ns,
             pdl=pdl,
-            step_blocks=step_blocks,
+            step_blocks=step_blocks or 0,
             profile=self.profile,
             few=kernel,
         )
@@ -315,14 +318,21 @@ class MegaBackend(Backend):
     def num_ctas(self) -> int:
         """Return how many CTAs took part in the last launch: fewer than `grid` if SMs were taken. Waits."""
         _, kernel = self.window.last_launch or (None, "")
+        layer = self._kernels
         if self._training is not None and kernel in ("train", "backward"):
             # A layer that was prepared without gradients shares its SMs only in training launches.
-            return launches.num_ctas(self._training.kernels)
-        return launches.num_ctas(self._kernels)
+            layer = self._training.kernels
+        if layer.patience_ns[0] == 0:
+            return layer.grid
+        members = self.plan.workspace["members"].view(self.window.workspace(self.plan))
+        return PAIR_CTAS * (int(members) & 0xFF)
 
     def clock_ghz(self) -> float:
         """Return the SM clock during the last launch, the median over CTAs. Needs profile=True; waits."""
-        return launches.clock_ghz(self.profile)
+        if self.profile is None:
+            raise ConfigError("profile", False, "True, for timestamps")
+        clock_start, clock_end, start, end = self.profile.cpu()[:, :4].unbind(1)  # cta/profile.cuh
+        return float(((clock_end - clock_start).double() / (end - start)).median())
 
     def close(self) -> None:
         """Free the window if it is this layer's own, after a barrier. Collective; idempotent."""

@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from megamoe.backends.call import Call, Gradients, GradRequest, StashedRows, check_call, check_stash
 from megamoe.backends.mega.gradients import Targets
 from megamoe.core.config import Problem
-from megamoe.core.errors import ArgumentError, ConfigError, MegaMoEError
+from megamoe.core.errors import ArgumentError, MegaMoEError
 from megamoe.formats.quantized import QuantizedRows
 from megamoe.formats.weights import MASTERS, ExpertWeights, TransposedWeights, check_tensor
 from megamoe.group.group import Group
@@ -27,9 +27,6 @@ from megamoe.jit.grouped import GroupedVariant
 from megamoe.jit.source import Variant
 from megamoe.launch import panels
 from megamoe.launch.arguments import (
-    DEFAULT_STEP_BLOCKS,
-    PROFILE_SLOTS,
-    LaunchContext,
     Plan,
     fill_call,
     fill_pointers,
@@ -53,7 +50,6 @@ from megamoe.window.window import Window
 
 PAIR_CTAS, MAX_RUN = 2, 16  # pair_ctas, max_run of csrc/megamoe/schedule/order.h
 ALIGNMENT = 16  # bytes, of what TMA and vector loads read
-_CLOCK_START, _CLOCK_END, START, END = range(4)  # csrc/megamoe/cta/profile.cuh
 
 
 def why_not(variant: Variant | GroupedVariant, device: torch.device) -> str | None:
@@ -82,10 +78,10 @@ class LayerKernels:
     group: Group  # of the layer
     layer: int  # of the window
     grid: int  # CTAs
-    patience_ns: Sequence[int]  # join_ns and peers_ns of arguments.LaunchContext
+    patience_ns: Sequence[int]  # join_ns and peers_ns of arguments.fill_static()
     timeout_ns: int
     pdl: bool
-    step_blocks: int | None  # None: the default of arguments.py
+    step_blocks: int  # 0: the kernel chooses
     profile: Tensor | None  # [grid, PROFILE_SLOTS] int64
     few: str  # the kernel of forwards of few tokens, or ""
 
@@ -129,22 +125,20 @@ class LayerKernels:
         """Return an argument block with what all calls of this layer have in common."""
         from megamoe.jit.tensormap import encode
 
-        workspace = self.window.workspace(self.plan)
         args, (join_ns, peers_ns) = abi.aligned(abi.LAUNCHES[launch]), self.patience_ns
-        context = LaunchContext(
-            window_bases=self.window.bases,
-            workspace_base=workspace.data_ptr(),
+        fill_static(
+            *(args, self.plan, encode, self.window.bases),
+            self.window.workspace(self.plan).data_ptr(),
+            self.layer,
             timeout_ns=self.timeout_ns,
             fault=self.window.fault_memory.data_ptr(),
             profile=0 if self.profile is None else self.profile.data_ptr(),
             epoch=self.window.epoch_cell.data_ptr(),
-            step_blocks=DEFAULT_STEP_BLOCKS if self.step_blocks is None else self.step_blocks,
-            layer=self.layer,
+            step_blocks=self.step_blocks,
             join_ns=join_ns,
             # Eight ranks, one after the other: no other wait of the launch may be over before.
             peers_ns=min(peers_ns, self.timeout_ns // 16),
         )
-        fill_static(args, self.plan, context, encode)
         return args
 
 
@@ -370,15 +364,7 @@ class Backward(Launch):
                 self._transposed = wanted.transposed
             self._keep_in(state)
             targets = self._fill_targets(call, wanted)
-            fill_backward_call(
-                self.argument,
-                dy=dy,
-                x=x,
-                topk_ids=topk_ids,
-                dx=dx,
-                d_topk_weights=d_scores,
-                num_tokens_device=count,
-            )
+            fill_backward_call(self.argument, dy, x, topk_ids, dx, d_scores, count)
             self.argument.own.only_weights = wanted.only_weights
             stash = None if wanted.stash is None else wanted.stash.memory
             self._launch((dy, x, topk_ids, state, dx, d_scores, count, stash))
@@ -489,14 +475,6 @@ class StashedWeights:
         return Gradients(None, None, *targets.results())
 
 
-def num_ctas(layer: LayerKernels) -> int:
-    """Return how many CTAs took part in the last launch, which was of these kernels. Waits."""
-    if layer.patience_ns[0] == 0:
-        return layer.grid
-    members = layer.plan.workspace["members"].view(layer.window.workspace(layer.plan))
-    return PAIR_CTAS * (int(members) & 0xFF)
-
-
 def weights_key(w: ExpertWeights) -> tuple[Any, ...]:
     """Return what a launch depends on: addresses and strides."""
     w13, w2, s13, s2, b13, b2 = w.w13, w.w2, w.w13_scale, w.w2_scale, w.b13, w.b2
@@ -505,21 +483,6 @@ def weights_key(w: ExpertWeights) -> tuple[Any, ...]:
         s13 if s13 is None else s13.data_ptr(), s2 if s2 is None else s2.data_ptr(),
         b13 if b13 is None else b13.data_ptr(), b2 if b2 is None else b2.data_ptr(),
     )  # fmt: skip
-
-
-def new_profile(grid: int, device: torch.device) -> Tensor:
-    """Return memory for the timestamps of a launch."""
-    return torch.zeros((grid, PROFILE_SLOTS), dtype=torch.int64, device=device)
-
-
-def clock_ghz(profile: Tensor | None) -> float:
-    """profile: [grid, PROFILE_SLOTS] of a launch -> its SM clock, the median over CTAs. Waits for the device."""
-    if profile is None:
-        raise ConfigError("profile", False, "True, for timestamps")
-    stamps = profile.cpu()
-    cycles = (stamps[:, _CLOCK_END] - stamps[:, _CLOCK_START]).double()
-    ns = (stamps[:, END] - stamps[:, START]).double()
-    return float((cycles / ns).median())
 
 
 def home_rows(plan: Plan, window: Window, kernel: str) -> dict[str, Tensor]:

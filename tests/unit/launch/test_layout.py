@@ -278,8 +278,8 @@ def filled(problem, tokens=None, ids=torch.int32, **options):
     rows = layout.default_pool_rows(problem)
     bases = [0x7F0000000000 + (rank << 32) for rank in range(problem.ep_size)]
     plan, count = arguments.Plan(problem, rows), options.pop("num_tokens_device", None)
-    place = arguments.LaunchContext(bases, 1 << 40, timeout_ns=5, fault=0x1000, **options)
-    arguments.fill_static(args, plan, place, recorder)
+    place = bases, 1 << 40
+    arguments.fill_static(args, plan, recorder, *place, timeout_ns=5, fault=0x1000, **options)
     arguments.fill_weights(args, plan, weights, recorder)
     arguments.fill_call(args, x, topk_ids, topk_weights, y, count)
     return args, plan, recorder.maps, (x, topk_ids, topk_weights, y, weights)
@@ -369,8 +369,7 @@ def test_map_geometry(precision, size, activation, planes):
 def static_arguments(problem):
     plan, recorder = arguments.Plan(problem, layout.default_pool_rows(problem)), Recorder()
     args = abi.aligned(abi.LAUNCHES["packed" if problem.formats.panels else "forward"])
-    place = arguments.LaunchContext([1 << 41], 1 << 40, timeout_ns=5, fault=0x1000)
-    arguments.fill_static(args, plan, place, recorder)
+    arguments.fill_static(args, plan, recorder, [1 << 41], 1 << 40, timeout_ns=5, fault=0x1000)
     return plan, args, recorder.maps
 
 
@@ -431,15 +430,12 @@ def test_a_shared_window_sets_the_strides():
         assert getattr(plan, regions) == getattr(large, regions), regions
     made = []
     for each in (plan, large):
-        place, recorder = (
-            arguments.LaunchContext([1 << 20, 1 << 21], 1 << 30, timeout_ns=1, fault=0),
-            Recorder(),
-        )
+        place, recorder = ([1 << 20, 1 << 21], 1 << 30), Recorder()
         train, backward, kept = (
             abi.aligned(abi.LAUNCHES[n]) for n in ("train", "backward", "stashed_weights")
         )
-        arguments.fill_static(train, each, place, recorder)
-        arguments.fill_static(backward, each, place, recorder)
+        arguments.fill_static(train, each, recorder, *place, timeout_ns=1, fault=0)
+        arguments.fill_static(backward, each, recorder, *place, timeout_ns=1, fault=0)
         training.fill_train_state(train, each, STATE, recorder)
         training.fill_backward(backward, each, BACKWARD, recorder)
         training.fill_stashed_weights(kept, each, recorder, [1 << 22], {}, accumulate=False)
@@ -493,10 +489,8 @@ def filled_backward(problem, dtype=torch.bfloat16, accumulate=False, **targets):
     weights, recorder = make_weights(replace(problem, precision="bf16")), Recorder()
     forward = abi.aligned(abi.LAUNCHES["backward"])
     plan = arguments.Plan(problem, layout.default_pool_rows(problem))
-    place = arguments.LaunchContext(
-        [1 << 41] * problem.ep_size, 1 << 40, timeout_ns=5, fault=0x1000
-    )
-    arguments.fill_static(forward, plan, place, recorder)
+    place = [1 << 41] * problem.ep_size, 1 << 40
+    arguments.fill_static(forward, plan, recorder, *place, timeout_ns=5, fault=0x1000)
     assert not recorder.maps  # the table is backward's own
     training.fill_backward(forward, plan, BACKWARD, recorder)
     if problem.formats.w.scaled:
