@@ -130,6 +130,7 @@ class Backend(Protocol):
     recomputes: bool = False
     needs_close: bool = False
     max_stashed: int = 0
+    _statistics: Statistics | None = None  # of the last forward
 
     def prepare(self, weights: ExpertWeights) -> None:
         """Compile, allocate and map what the first forward would. A second call is not collective."""
@@ -170,7 +171,7 @@ class Backend(Protocol):
 
     def statistics(self) -> Statistics:
         """Return statistics of the last forward, without waiting for it."""
-        raise NotImplementedError
+        return Statistics.of_last(self._statistics)
 
     def later_statistics(self) -> Callable[[], Statistics]:
         """Return a function that returns the statistics of the last forward, even after other calls."""

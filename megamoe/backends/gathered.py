@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from megamoe.backends.call import Backend
-from megamoe.backends.statistics import Statistics
 from megamoe.core.config import Problem
 from megamoe.group.group import Group
 
@@ -20,7 +19,6 @@ class Gathered(Backend):
     def __init__(self, problem: Problem, group: Any) -> None:
         self.problem, self.group = problem, Group.of(group)
         self.mark = self.group.mark(problem)
-        self._statistics: Statistics | None = None
 
     def _gather(self, flags: int, mine: Any, device: torch.device | str) -> list[Any]:
         """Return what each rank brings, by rank, with its tensors on `device`. flags: of the call's mark."""
@@ -29,10 +27,6 @@ class Gathered(Backend):
         found = self.group.gather(self.mark.ints(flags), pack(mine))
         self.group.met = True
         return [mapped(lambda t: t.to(device), unpack(packed)) for packed in found.values()]
-
-    def statistics(self) -> Statistics:
-        """Return those of the last forward."""
-        return Statistics.of_last(self._statistics)
 
     def abort(self, error: Exception) -> None:
         """Take part in the exchange of the others' call, with an error. Collective."""

@@ -66,7 +66,6 @@ class StagedBackend(Backend):
     A backward pass computes the call again: the state has only the call's number, [1] int32, of those recorded.
     """
 
-    name = "staged"
     state_bytes = 4
     recomputes = True
 
@@ -74,7 +73,6 @@ class StagedBackend(Backend):
         self.problem, self.group = problem, Group.of(group)
         self.mark = self.group.mark(problem)
         self._device = torch.device("cpu")
-        self._statistics: Statistics | None = None
         self._num_recorded = 0
 
     def prepare(self, weights: ExpertWeights) -> None:
@@ -85,10 +83,6 @@ class StagedBackend(Backend):
         """Take part in the exchange of the others' call, with an error. Collective."""
         self.group.fail(self.mark.ints(), error, self._device)
 
-    def statistics(self) -> Statistics:
-        """Return those of the last forward."""
-        return Statistics.of_last(self._statistics)
-
     def forward(self, call: Call, keep: bool = False) -> tuple[Tensor, Tensor | None]:
         """Return y [T, H] bf16 and, to be kept, the state; rows from num_tokens_device on are zero. Collective."""
         call.weights.validate(self.problem, call.x.device)
@@ -96,7 +90,8 @@ class StagedBackend(Backend):
         given = call._replace(topk_ids=call.computed_ids(), weights=dense)
         # Both modes may be on; then nothing is recorded.
         recorded = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-        with torch.set_grad_enabled(recorded):
+        autocast = torch.autocast(call.x.device.type, enabled=False)
+        with torch.set_grad_enabled(recorded), autocast:
             y, counts = moe(self.problem, self.group, given, self.mark.ints(RECORDED * keep))
         self._statistics = Statistics.without_pool(counts)
         state = None
@@ -118,14 +113,13 @@ class StagedBackend(Backend):
             for name, need in wanted.needs._asdict().items()
         }
         asked = {n: leaf for n, leaf in leaves.items() if leaf is not None and leaf.requires_grad}
-        with recording_gradients():
+        # Autocast is the caller's, whose types these are not.
+        with recording_gradients(), torch.autocast(dy.device.type, enabled=False):
             x, topk_weights = leaves.pop("x"), leaves.pop("topk_weights")
             again = Call(x, call.computed_ids(), topk_weights, ExpertWeights(**leaves))
             mark, number = self.mark.ints(BACKWARD), state.view(torch.int32)
             y, _ = moe(self.problem, self.group, again, mark, number)
-            # autocast is a caller's, whose types these are not
-            with torch.autocast(dy.device.type, enabled=False):
-                grads = torch.autograd.grad(y, list(asked.values()), dy, materialize_grads=True)
+            grads = torch.autograd.grad(y, list(asked.values()), dy, materialize_grads=True)
         found = Gradients(**dict(zip(asked, grads, strict=True)))
         for name, into in wanted.into.items():
             into.add_(getattr(found, name).reshape(into.shape))
@@ -155,18 +149,11 @@ def moe(
     """Return y [T, H] in x's dtype (bf16 where x is quantized), and the rows of each local expert, [L] int64.
 
     call: weights without scales; of num_tokens_device and `out` it knows nothing. y is differentiable in x,
-    topk_weights and all weights.
+    topk_weights and all weights. The caller turns autocast off.
     mark: Mark.ints() of the layer and its call. number: [1] int32, of the call that a backward pass computes again. All
     ranks must agree on both, and on whether x and weights need gradients, since the backward pass is collective too:
     RankMismatch otherwise.
     """
-    with torch.autocast(call.x.device.type, enabled=False):
-        return _moe(problem, group, call, mark, number)
-
-
-def _moe(
-    problem: Problem, group: Group, call: Call, mark: list[int], number: Tensor | None
-) -> tuple[Tensor, Tensor]:
     x, topk_ids, topk_weights, dense, *_ = call
     tokens, top_k = topk_ids.shape
     experts = problem.num_experts

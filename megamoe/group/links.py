@@ -160,16 +160,17 @@ class Links:
         if self.broken is not None:
             raise WindowBroken(f"call reset() on all ranks first. The fault was: {self.broken}")
 
-    def report(self, error: Exception) -> bool:
-        """Report what this rank has met. Return whether it is this rank's own, as which it raises it."""
-        kind = _kind(error)
-        own = kind in (_REFUSED, _FAILED)
-        self._report(kind, f"{type(error).__name__}: {error}" if own else str(error))
-        return own
+    def report(self, error: Exception, refuses: bool = False) -> bool:
+        """Report what this rank has met. Return whether it is this rank's own, as which it raises it.
 
-    def refuse(self, error: Exception) -> None:
-        """Report an error of this rank, which makes no call."""
-        self._report(_REFUSED, f"{type(error).__name__}: {error}")
+        refuses: the rank makes no call.
+        """
+        kind = _REFUSED if refuses else _kind(error)
+        own = kind in (_REFUSED, _FAILED)
+        text = f"{type(error).__name__}: {error}" if own else str(error)
+        self._set(str(self.group.rank), json.dumps([kind, text]))
+        self._set("any", "")
+        return own
 
     def verdict(self, error: Exception) -> MegaMoEError:
         """Return what broke the call that ended in this error, by what ranks report within a bound."""
@@ -227,10 +228,6 @@ class Links:
         # Where the store went with a rank the others find out by themselves.
         with suppress(RuntimeError):
             self._store().set(key, value)
-
-    def _report(self, kind: int, text: str) -> None:
-        self._set(str(self.group.rank), json.dumps([kind, text]))
-        self._set("any", "")
 
     def _reports(self) -> tuple[dict[int, tuple[int, str]], str | None]:
         """Return what each rank reports that has done so, and what some rank has made of it."""

@@ -18,7 +18,7 @@ from megamoe.jit import abi
 from megamoe.jit.source import TILE
 from megamoe.launch.panels import TILE_COLUMNS
 
-PAIR_CTAS = 2  # pair_ctas of csrc/megamoe/schedule/order.h
+PAIR_CTAS, MAX_RUN = 2, 16  # pair_ctas, max_run of csrc/megamoe/schedule/order.h
 # Rows of an expert in the mean from which on pairs meet: in launches of fewer, each weight tile has one reader.
 MEAN_ROWS = 192
 MAX_CELLS = 1 << 23  # a cell's number, shifted by 8, fits int32

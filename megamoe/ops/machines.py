@@ -12,12 +12,13 @@ import torch
 
 from megamoe.backends.emulate.emulation import run_alone
 from megamoe.backends.emulate.memory import encode_emulated
-from megamoe.backends.mega.launches import PAIR_CTAS, why_not
+from megamoe.backends.mega.launches import why_not
 from megamoe.core import env
 from megamoe.core.errors import ArgumentError
 from megamoe.jit import abi, recording
 from megamoe.jit.grouped import GroupedVariant
 from megamoe.launch.launches import current_stream_handle, launch_lock, on_device, refuse_capture
+from megamoe.launch.meetings import PAIR_CTAS
 from megamoe.ops.arguments import Gemm, Outer, addresses_of, write
 from megamoe.ops.calls import margins
 

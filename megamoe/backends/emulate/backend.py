@@ -26,8 +26,6 @@ from megamoe.launch.arguments import Plan
 class EmulateBackend(Gathered):
     """Rank 0 emulates all ranks and shares the results."""
 
-    name = "emulate"
-
     def __init__(
         self,
         problem: Problem,
@@ -45,6 +43,9 @@ class EmulateBackend(Gathered):
             "pool_rows": pool_rows,
             "weight_gradients": weight_gradients,
         }
+        rows = pool_rows or layout.default_pool_rows(problem)
+        self._plan = Plan(problem, rows, weight_gradients=weight_gradients)
+        self.max_stashed = layout.max_stashed_passes(problem)
         self._few = layout.few_kernel(problem, self._plan.pool_rows) if few else ""
         self._emulation: Emulation | None = None
         self._resets = 0
@@ -116,16 +117,6 @@ class EmulateBackend(Gathered):
             wanted.stash.memory.copy_(stash.memory)
         of = {"x": call.x, "topk_weights": None, **vars(weights)}
         return _returned(found, sums, wanted, of, device)
-
-    @property
-    def _plan(self) -> Plan:
-        rows = self._options["pool_rows"] or layout.default_pool_rows(self.problem)
-        return Plan(self.problem, rows, weight_gradients=self._options["weight_gradients"])
-
-    @property
-    def max_stashed(self) -> int:  # type: ignore[override]
-        """How many stashed passes a launch takes."""
-        return layout.max_stashed_passes(self.problem)
 
     def new_stash(self) -> StashedRows:
         """Return memory for what a backward pass keeps, on the CPU."""

@@ -170,7 +170,7 @@ class HostsBackend(Backend):
         if self.chunks == 1:
             return self.inner.statistics()
         if not self._counts:
-            return Statistics.of_last(None)
+            return super().statistics()  # raises MegaMoEError
         counts, passes = zip(*(vars(made()).values() for made in self._counts), strict=True)
         return Statistics(
             torch.stack(counts).sum(0, dtype=torch.int32), torch.stack(passes).amax(0)
@@ -180,7 +180,7 @@ class HostsBackend(Backend):
         """Report an error to rail and host. With `static`, the others find out while they wait."""
         if self.links.broken is not None:
             return
-        self.links.refuse(error)
+        self.links.report(error, refuses=True)
         for ends in (self.planner.abort, self.inner.abort):
             with suppress(MegaMoEError):
                 ends(error)

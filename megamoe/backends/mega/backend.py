@@ -12,14 +12,7 @@ from torch import Tensor
 
 from megamoe.backends.call import Backend, Call, Gradients, GradRequest, StashedRows
 from megamoe.backends.mega import launches
-from megamoe.backends.mega.launches import (
-    MAX_RUN,
-    PAIR_CTAS,
-    Forward,
-    LayerKernels,
-    StashedWeights,
-    Training,
-)
+from megamoe.backends.mega.launches import Forward, LayerKernels, StashedWeights, Training
 from megamoe.backends.mega.sm_share import Share, check_shares, share_of
 from megamoe.backends.statistics import Statistics
 from megamoe.core import env
@@ -32,6 +25,7 @@ from megamoe.jit.source import FEW, Variant
 from megamoe.launch import layout
 from megamoe.launch.arguments import PROFILE_SLOTS, Plan
 from megamoe.launch.launches import current_device, on_device, refuse_capture
+from megamoe.launch.meetings import MAX_RUN, PAIR_CTAS
 from megamoe.window.window import SOURCES, Window
 
 
@@ -131,6 +125,7 @@ class MegaBackend(Backend):
         self.plan = Plan(problem, rows, self.window.spec.max_tokens, weight_gradients)
         _ = self.plan.workspace  # raises WorkspaceTooSmall
         self.state_bytes = self.plan.train_state.bytes
+        self.max_stashed = layout.max_stashed_passes(problem)
         self.variant = Variant(problem.precision, problem.activation.kind, profile)
         self.closed = False
         self.window.timeout_ns = int(env.timeout_s(timeout_s) * 1e9)
@@ -224,11 +219,6 @@ class MegaBackend(Backend):
             with on_device(self.device):
                 return self._training.gradients(call, dy, state, wanted)
         return self._training.gradients(call, dy, state, wanted)
-
-    @property
-    def max_stashed(self) -> int:  # type: ignore[override]
-        """Largest number of stashed passes in one launch of weight_gradients()."""
-        return layout.max_stashed_passes(self.problem)
 
     def prepare_stash(self) -> None:
         """Compile or load the kernel of weight_gradients(). Collective."""

@@ -48,7 +48,6 @@ from megamoe.launch.training import (
 )
 from megamoe.window.window import Window
 
-PAIR_CTAS, MAX_RUN = 2, 16  # pair_ctas, max_run of csrc/megamoe/schedule/order.h
 ALIGNMENT = 16  # bytes, of what TMA and vector loads read
 
 
@@ -428,30 +427,24 @@ class Backward(Launch):
             raise ArgumentError("transposed", value, expected)
 
 
-class StashedWeights:
+class StashedWeights(Launch):
     """The weights' gradients of backward passes that were stashed: a launch that meets no other rank."""
 
     def __init__(self, kernels: LayerKernels) -> None:
-        from megamoe.jit.driver import use_device
         from megamoe.jit.module import Launcher, load_kernel
-        from megamoe.jit.tensormap import encode
 
-        self._plan, self._window, self._encode = kernels.plan, kernels.window, encode
-        device, plan = self._window.device, kernels.plan
-        ordinal, variant = (
-            device.index or 0,
-            GroupedVariant.of_stash(plan.problem.activation.planes, plan.weight_gradients),
-        )
-        self._use_device, self._order = partial(use_device, ordinal), launch_order(ordinal)
-        with on_device(device):
-            kernel = load_kernel(variant, ordinal)
-        self._zeros = stash_zeros(plan, device)
+        plan, window = kernels.plan, kernels.window
+        variant = GroupedVariant.of_stash(plan.problem.activation.planes, plan.weight_gradients)
+        with on_device(window.device):
+            kernel = load_kernel(variant, window.device.index or 0)
         args = abi.aligned(abi.LAUNCHES[variant.launch])
-        self._launcher = Launcher(kernel, kernels.grid, args, cooperative=False)
-        args.fault = self._window.fault_memory.data_ptr()
+        launcher = Launcher(kernel, kernels.grid, args, cooperative=False)
+        super().__init__(kernels, variant.kernel, launcher)
+        self._zeros = stash_zeros(plan, self.device)
+        args.fault = window.fault_memory.data_ptr()
         ticket, abort = plan.workspace["fault_ticket"], plan.window["window_abort"]
-        args.fault_ticket = self._window.workspace(plan).data_ptr() + ticket.offset
-        args.abort = self._window.bases[plan.problem.rank] + abort.offset
+        args.fault_ticket = window.workspace(plan).data_ptr() + ticket.offset
+        args.abort = window.bases[plan.problem.rank] + abort.offset
 
     def __call__(
         self, weights: ExpertWeights, stashed: Sequence[StashedRows], wanted: GradRequest
@@ -464,11 +457,11 @@ class StashedWeights:
             memory = [one.memory for one in stashed]
             passes = [rows.data_ptr() for rows in memory]
             fill_stashed_weights(
-                *(self._launcher.argument, self._plan, self._encode, passes, targets.tensors),
+                *(self.argument, self._plan, self._encode, passes, targets.tensors),
                 accumulate=targets.accumulate,
                 zeros=self._zeros,
             )
-            self._launcher.launch(self._order.before_launch())
+            self.launcher.launch(self.order.before_launch())
         for rows in memory:  # which nobody else knows, and which go now
             if rows.is_cuda:
                 rows.record_stream(torch.cuda.current_stream(rows.device))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megamoe.backends.call import Call, Gradients, GradRequest
+from megamoe.backends.call import Call, Gradients, GradRequest, Needs
 from megamoe.backends.gathered import Gathered
 from megamoe.backends.reference.backward import backward
 from megamoe.backends.reference.layer import forward
@@ -19,21 +19,12 @@ from megamoe.core.config import Problem
 from megamoe.group.order import BACKWARD, RECORDED, check_numbers
 
 # what has a gradient -> its name in backward's results
-RESULTS = {
-    "x": "dx",
-    "topk_weights": "d_topk_weights",
-    "w13": "dw13",
-    "w2": "dw2",
-    "b13": "db13",
-    "b2": "db2",
-}
+RESULTS = {name: f"d{name}" for name in Needs._fields} | {"topk_weights": "d_topk_weights"}
 _numbers = itertools.count(1)
 
 
 class ReferenceBackend(Gathered):
     """Slow on purpose. With a group, inputs and weights of all ranks are gathered on every rank."""
-
-    name = "reference"
 
     def __init__(
         self,

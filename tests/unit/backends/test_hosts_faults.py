@@ -326,7 +326,7 @@ def test_the_backend_inside_a_host_is_told_what_a_layer_is_told(exchange):
     links.end_incident.assert_called_once_with("this rank raised planted")
     links.broken = "planted"
     backend.abort(ValueError("another"))  # of a layer that is broken: the others know
-    links.refuse.assert_called_once_with(error)
+    links.report.assert_called_once_with(error, refuses=True)
     inner.abort.assert_called_once_with(error)
     backend.reset()
     inner.reset.assert_called_once_with()

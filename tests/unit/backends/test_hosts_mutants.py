@@ -46,7 +46,8 @@ MUTANTS = {
     "d_topk_weights of one host only": (
         "exact", "= self._summed(plan, padded)",
         "= self._summed(plan, padded) * (self.planner.host == 0)"),
-    "a refusal is not reported": ("refusal", "        self.links.refuse(error)\n        for", "        for"),
+    "a refusal is not reported": (
+        "refusal", "        self.links.report(error, refuses=True)\n        for", "        for"),
     "hosts in reverse order": (
         "order", "places.transpose(1, 2).reshape(-1)", "places.flip(1).transpose(1, 2).reshape(-1)"),
     "a chunk left out": (
