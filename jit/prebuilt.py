@@ -54,9 +54,8 @@ def sources() -> str:
 
 def place() -> Path | None:
     """Return the folder in use: MEGAMOE_PREBUILT, else the package beside megamoe, else None."""
-    stated = env.prebuilt_dir()
-    if stated is not None:
-        return stated
+    if stated := env.get("MEGAMOE_PREBUILT"):
+        return Path(stated).expanduser()
     return next((d for d in paths.package_dirs(PACKAGE) if (d / MANIFEST).exists()), None)
 
 

@@ -18,17 +18,6 @@ class Variable:
     meaning: str
     choices: tuple[str, ...] = ()
 
-    def get(self) -> str:
-        """Return the value, or the default if it is unset or empty. Raise ConfigError if it is not in `choices`."""
-        value = os.environ.get(self.name) or self.default
-        if self.choices and value not in self.choices:
-            raise ConfigError(self.name, repr(value), "one of " + ", ".join(self.choices))
-        return value
-
-    def number(self, lowest: float, highest: float) -> float:
-        """Return the value as a number. Raise ConfigError unless it is between `lowest` and `highest`."""
-        return number(self.name, self.get(), lowest, highest)
-
 
 def number(name: str, given: object, lowest: float, highest: float) -> float:
     """Convert an option to a number. Raise ConfigError unless it is between `lowest` and `highest`."""
@@ -82,19 +71,17 @@ TABLE: dict[str, Variable] = {
 
 
 def get(name: str) -> str:
-    """Return the value of a variable of TABLE, see Variable.get()."""
-    return TABLE[name].get()
+    """Return a variable of TABLE, its default if it is unset or empty. Raise ConfigError if it is not in `choices`."""
+    variable = TABLE[name]
+    value = os.environ.get(name) or variable.default
+    if variable.choices and value not in variable.choices:
+        raise ConfigError(name, repr(value), "one of " + ", ".join(variable.choices))
+    return value
 
 
 def cache_dir() -> Path:
     """Return the folder of compiled kernels. It may not exist yet."""
     return Path(get("MEGAMOE_CACHE_DIR")).expanduser()
-
-
-def prebuilt_dir() -> Path | None:
-    """Return the folder of prebuilt kernels, None if it is not set."""
-    stated = get("MEGAMOE_PREBUILT")
-    return Path(stated).expanduser() if stated else None
 
 
 def backend() -> str:
@@ -108,17 +95,15 @@ def timeout_s(stated: float | None = None) -> float:
     The option `stated` wins over the environment variable. The kernel counts nanoseconds in 64 bits, and the upper
     limit of 1e9 seconds is 31 years.
     """
-    limits = 0.001, 1e9
     if stated is None:
-        return TABLE["MEGAMOE_TIMEOUT_S"].number(*limits)
-    return number("timeout_s", stated, *limits)
+        return number("MEGAMOE_TIMEOUT_S", get("MEGAMOE_TIMEOUT_S"), 0.001, 1e9)
+    return number("timeout_s", stated, 0.001, 1e9)
 
 
 def reserve_sms() -> int | None:
     """Return the number of SMs to leave to other kernels, None if it is not set."""
-    if not get("MEGAMOE_RESERVE_SMS"):
-        return None
-    return int(TABLE["MEGAMOE_RESERVE_SMS"].number(0, 10_000))
+    stated = get("MEGAMOE_RESERVE_SMS")
+    return int(number("MEGAMOE_RESERVE_SMS", stated, 0, 10_000)) if stated else None
 
 
 def share_gpus() -> bool:

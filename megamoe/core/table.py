@@ -100,13 +100,9 @@ MXFP4 = Format(
     cpp="Mxfp4",
 )
 NVFP4_GROUP = 16  # values along K that share an e4m3
-NVFP4 = Format(
-    "nvfp4",
-    torch.uint8,
-    (SCALE_GROUP, SCALE_GROUP),
-    6.0,
-    packed=2,
-    scale_dtype=torch.uint8,
+NVFP4 = replace(
+    MXFP4,
+    name="nvfp4",
     block_scales=FP4_HEADER + SCALE_GROUP * SCALE_GROUP // NVFP4_GROUP,
     multiple=32,  # a row of packed bytes is a multiple of 16, as TMA wants it
     cpp="Nvfp4",

@@ -6,8 +6,8 @@ import logging
 import os
 import pickle
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -44,6 +44,12 @@ class RankConfig:
     own: Any = None
     equal: Mapping[str, Any] = field(default_factory=dict)
     problem: Problem | None = None  # with the rank that it was given
+
+    def stated(self) -> dict[str, Any]:
+        """Return all that must be equal, by name."""
+        fields = {} if self.problem is None else vars(self.problem)
+        of_problem = {f"Problem.{name}": repr(v) for name, v in fields.items() if name != "rank"}
+        return {**of_problem, **self.equal}
 
 
 class Group:
@@ -242,20 +248,17 @@ class Group:
         return {rank: stated.own for rank, stated in by_rank.items()}
 
     def _check_equal(self, by_rank: Mapping[int, RankConfig]) -> None:
-        for rank, facts in by_rank.items():
-            if self.size > 1 and facts.problem is not None and facts.problem.rank != rank:
-                stated = facts.problem.rank
+        for rank, config in by_rank.items():
+            if self.size > 1 and config.problem is not None and config.problem.rank != rank:
+                stated = config.problem.rank
                 raise RankMismatch(f"rank {rank} of the group was given Problem.rank = {stated}")
         first = min(by_rank)
-        of_first = by_rank[first]
-        for rank, facts in by_rank.items():
+        expected = by_rank[first].stated()
+        for rank, config in by_rank.items():
             differing = [
-                f"the problem has {name}={value!r} on rank {rank}, {name}={other!r} on rank {first}"
-                for name, value, other in _unequal(facts.problem, of_first.problem)
-            ] + [
-                f"{what} is {value} on rank {rank}, {of_first.equal[what]} on rank {first}"
-                for what, value in facts.equal.items()
-                if value != of_first.equal[what]
+                f"{what} is {value} on rank {rank}, {expected[what]} on rank {first}"
+                for what, value in config.stated().items()
+                if value != expected[what]
             ]
             if differing:
                 raise RankMismatch("; ".join(differing))
@@ -327,11 +330,3 @@ def _padded(data: bytes, size: int) -> Tensor:
 def _unpacked(numbers: Tensor) -> str:
     data = bytes(numbers.contiguous().view(torch.uint8).numpy())
     return data.rstrip(b"\0").decode(errors="replace")
-
-
-def _unequal(mine: Problem | None, other: Problem | None) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (name, value, other value) for each field that differs between two ranks' problems."""
-    for part in fields(Problem) if mine is not None and other is not None else ():
-        values = getattr(mine, part.name), getattr(other, part.name)
-        if part.name != "rank" and values[0] != values[1]:
-            yield part.name, *values

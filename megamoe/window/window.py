@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import struct
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -33,6 +34,7 @@ from megamoe.jit import abi, cache
 from megamoe.launch import layout
 from megamoe.launch.arguments import Plan
 from megamoe.launch.launches import on_device
+from megamoe.launch.layout import Regions
 from megamoe.window.allocators import Transport, choose
 
 SOURCES = "version of the sources"  # of the kernels, as errors name it
@@ -59,13 +61,10 @@ class WindowSpec:
         Layouts must be equal, because launch n + 1 may write while a peer still reads results of launch n. So
         hidden, top_k, ep_size and precision are equal, and a smaller max_tokens uses the larger strides.
         """
-        other = WindowSpec.of(problem)
-        for name in ("hidden", "top_k", "ep_size", "precision"):
-            ours, theirs = getattr(self, name), getattr(other, name)
-            if ours != theirs:
+        for name, ours in vars(self).items():
+            theirs = getattr(problem, name)
+            if theirs > ours if name == "max_tokens" else theirs != ours:
                 return f"{name} is {theirs} in the layer, {ours} in its window"
-        if other.max_tokens > self.max_tokens:
-            return f"max_tokens is {other.max_tokens} in the layer, {self.max_tokens} in its window"
         return None
 
 
@@ -85,7 +84,9 @@ class Window:
         agreed: bool = False,
     ) -> None:
         self.group = Group.of(group)
-        self.device = _device(device)
+        self.device = torch.device("cuda" if device is None else device)
+        if self.device.type == "cuda" and self.device.index is None:
+            self.device = torch.device("cuda", torch.cuda.current_device())
         if self._capturing():
             raise MegaMoEError(
                 "a window cannot be created during CUDA graph capture: call the layer's prepare() before"
@@ -95,8 +96,8 @@ class Window:
         self.timeout_ns = 0  # of the layers' launches; for messages
         self.broken: MegaMoEError | None = None
         self.resets = 0
-        self._workspaces: dict[Any, Tensor] = {}
-        self._backward_workspaces: dict[Any, Tensor] = {}
+        # By layout: memory, its regions, and those that a reset zeroes.
+        self._workspaces: dict[Any, tuple[Tensor, Regions, Sequence[str]]] = {}
         self._layers = 0
         self.last_launch: tuple[int, str] | None = None  # layer and kernel
         if not agreed:
@@ -114,7 +115,11 @@ class Window:
             self.memory, self.bases = self._allocation.memory, self._allocation.peers
             self.memory.zero_()
             self._epoch = torch.zeros(64, dtype=torch.int32, device=self.device)
-            self.fault_memory = _pinned(ctypes.sizeof(abi.FaultRecord), self.device)
+            # Host memory that the device can write at the same address.
+            size, on_gpu = ctypes.sizeof(abi.FaultRecord), self.device.type == "cuda"
+            self.fault_memory = torch.zeros(
+                size, dtype=torch.uint8, device="cpu", pin_memory=on_gpu
+            )
             self.fault = abi.FaultRecord.from_address(self.fault_memory.data_ptr())
             self._synchronize()
 
@@ -154,21 +159,24 @@ class Window:
 
     def workspace(self, plan: Plan) -> Tensor:
         """Return the workspace of a layer, followed by a state, zeroed when new. Layers of equal layout share one."""
-        return self._memory_for(self._workspaces, plan, plan.workspace_bytes)
+        return self._memory_for(plan, plan.workspace, layout.WORKSPACE_RESET, plan.workspace_bytes)
 
     def backward_workspace(self, plan: Plan) -> Tensor:
         """Return backward's own workspace, zeroed when new. The first training of a layout allocates it."""
-        return self._memory_for(self._backward_workspaces, plan, plan.backward.bytes)
+        regions = plan.backward
+        return self._memory_for(plan, regions, layout.BACKWARD_CONTROL, regions.bytes)
 
-    def _memory_for(self, made: dict[Any, Tensor], plan: Plan, nbytes: int) -> Tensor:
-        key = (plan.strided, plan.pool_rows, plan.weight_gradients)
-        if key not in made:
+    def _memory_for(
+        self, plan: Plan, regions: Regions, reset: Sequence[str], nbytes: int
+    ) -> Tensor:
+        key = plan.strided, plan.pool_rows, plan.weight_gradients, reset
+        if key not in self._workspaces:
             with on_device(self.device):
                 raw = torch.zeros(nbytes + layout.ALIGNMENT, dtype=torch.uint8, device=self.device)
                 start = -raw.data_ptr() % layout.ALIGNMENT
-                made[key] = raw[start : start + nbytes]
+                self._workspaces[key] = raw[start : start + nbytes], regions, reset
                 self._synchronize()  # launches may use any stream
-        return made[key]
+        return self._workspaces[key][0]
 
     # --- faults ---
 
@@ -239,12 +247,8 @@ class Window:
         last = max(epochs.values())
         with on_device(self.device):
             self.regions.zero(self.memory, layout.WINDOW_CONTROL)
-            for made, regions, cells in (
-                (self._workspaces, layout.workspace_regions, layout.WORKSPACE_RESET),
-                (self._backward_workspaces, layout.backward_regions, layout.BACKWARD_CONTROL),
-            ):
-                for (problem, rows, _), memory in made.items():
-                    regions(problem, rows).zero(memory, cells)
+            for memory, regions, cells in self._workspaces.values():
+                regions.zero(memory, cells)
             self._epoch.fill_(last + 1)
             self.fault_memory.zero_()
             self._synchronize()
@@ -264,7 +268,6 @@ class Window:
         self.memory = torch.empty(0, dtype=torch.uint8)
         self._allocation.memory = self.memory
         self._workspaces.clear()
-        self._backward_workspaces.clear()
         self._allocation.free()
         self.group.barrier()
 
@@ -291,18 +294,3 @@ class Window:
 
 
 _leaked: list[Any] = []
-
-
-def _device(device: torch.device | str | None) -> torch.device:
-    if device is None:
-        device = "cuda"
-    found = torch.device(device)
-    if found.type == "cuda" and found.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return found
-
-
-def _pinned(nbytes: int, device: torch.device) -> Tensor:
-    """Return zeroed host memory that the device can write at the same address."""
-    memory = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
-    return memory.pin_memory() if device.type == "cuda" else memory

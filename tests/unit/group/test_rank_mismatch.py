@@ -174,7 +174,7 @@ DIFFERING = {
     "backend": ("RankMismatch", "backend is 'reference' on rank 1, 'staged' on rank 0") * 2,
     "bad backend": ("PeerFault", "rank 1 raised ConfigError: backend is 'fast'")
     + ("ConfigError", "backend is 'fast', expected auto"),
-    "hidden": ("RankMismatch", "hidden=64") * 2,
+    "hidden": ("RankMismatch", "Problem.hidden is 64 on rank 1") * 2,
     "bad hidden": ("PeerFault", "rank 1 raised ConfigError: hidden is 50")
     + ("ConfigError", "hidden is 50"),
     "dtype": ("PeerFault", "rank 1 raised ConfigError: dtype is torch.float32")

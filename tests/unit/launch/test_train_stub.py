@@ -459,7 +459,7 @@ def test_nothing_is_made_in_a_capture_nor_on_one_rank_alone(trained, monkeypatch
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         error = refusal(trained.forward, layer)
     assert "run one step, forward and backward, before CUDA graph capture" in str(error)
-    assert (len(trained.loaded), len(layer.window._backward_workspaces)) == (1, 0)
+    assert (len(trained.loaded), len(layer.window._workspaces)) == (1, 1)
     group.failing = True
     for _ in range(2):
         error = refusal(trained.forward, layer)
@@ -477,7 +477,7 @@ def test_nothing_is_made_in_a_capture_nor_on_one_rank_alone(trained, monkeypatch
     for each in (twin, other):
         trained.forward(each)
     assert layer._training.workspace is twin._training.workspace
-    assert len(layer.window._backward_workspaces) == 2
+    assert len(layer.window._workspaces) == 4
     cells = layer.plan.backward["grads_ready"].view(layer._training.workspace)
     cells.fill_(3)
     layer.reset()

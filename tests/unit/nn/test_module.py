@@ -256,7 +256,7 @@ def test_two_ranks_equal_one():
         y = alone(inputs.x, inputs.topk_ids, inputs.topk_weights)
         assert_close(result["staged"], y, relative=1e-2)
         assert_close(result["reference"], y, relative=1e-2)
-        assert "max_tokens=65" in result["mismatch"]
+        assert "Problem.max_tokens is 65 on rank 1" in result["mismatch"]
 
 
 def failing(rank):
