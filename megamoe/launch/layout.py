@@ -183,18 +183,9 @@ MAX_POOL_ROWS = (1 << 30) - BLOCK_ROWS
 
 # Cells that must be zero when no launch is in flight.
 WORKSPACE_CONTROL = (
-    "epoch",
-    "ids_ticket",
-    "x_ticket",
-    "exit_ticket",
-    "fault_ticket",
-    "arrivals",
-    "generation",
-    "joined",
-    "members",
+    *("epoch", "ids_ticket", "x_ticket", "exit_ticket", "fault_ticket"),
+    *("arrivals", "generation", "joined", "members"),
 )
-
-
 DONE = ("gemm1_done", "gemm2_done")
 WORKSPACE_RESET = WORKSPACE_CONTROL + DONE
 
@@ -424,33 +415,37 @@ def memory_report(
     weight_gradients: the layer's option.
     """
     rows = default_pool_rows(problem) if pool_rows is None else pool_rows
-    worst = worst_pool_rows(problem)
-    window, workspace = window_regions(problem), workspace_regions(problem, rows)
-    state, trains = state_regions(problem), problem.formats.trains
-    none = Regions()
-    train_state = train_state_regions(problem, rows) if trains else none
-    largest_state = train_state_regions(problem, max(worst, rows)) if trains else none
-    backward = backward_regions(problem, rows, weight_gradients) if trains else none
-    stash = stash_regions(problem, rows, weight_gradients) if trains else none
+    worst, trains = worst_pool_rows(problem), problem.formats.trains
+    memories = {
+        "window": window_regions(problem),
+        "workspace": workspace_regions(problem, rows),
+        "state": state_regions(problem),
+        **dict.fromkeys(("backward", "stash", "train_state", "train_state_worst"), Regions()),
+    }
+    if trains:
+        memories |= {
+            "backward": backward_regions(problem, rows, weight_gradients),
+            "stash": stash_regions(problem, rows, weight_gradients),
+            "train_state": train_state_regions(problem, rows),
+            "train_state_worst": train_state_regions(problem, max(worst, rows)),
+        }
     copies = 0
     if problem.formats.w.scaled:
         stored = expected_weights(problem).items()
         copies = sum(math.prod(s) * d.itemsize for name, (s, d) in stored if name[0] == "w")
+
+    def sizes(*names: str) -> dict[str, int]:
+        return {name: region.bytes for of in names for name, region in memories[of].items()}
+
     report: dict[str, Any] = {
+        **{f"{name}_bytes": regions.bytes for name, regions in memories.items()},
         "copies_bytes": copies,
         "transposes_bytes": copies if problem.formats.transposes else 0,
-        "window_bytes": window.bytes,
-        "workspace_bytes": workspace.bytes,
-        "state_bytes": state.bytes,
-        "backward_bytes": backward.bytes,
-        "stash_bytes": stash.bytes,
-        "train_state_bytes": train_state.bytes,
         "train_state_used_bytes": train_state_used(problem, rows) if trains else 0,
-        "train_state_worst_bytes": largest_state.bytes,
         "pool_rows": rows,
         "worst_pool_rows": worst,
-        "regions": _sizes({**window, **workspace, **state}),
-        "training_regions": _sizes({**train_state, **backward}),
+        "regions": sizes("window", "workspace", "state"),
+        "training_regions": sizes("train_state", "backward"),
     }
     mib = {name: f"{size / 2**20:.1f} MiB" for name, size in report.items() if "bytes" in name}
     used, largest = mib["train_state_used_bytes"], mib["train_state_worst_bytes"]
@@ -481,10 +476,6 @@ def memory_report(
             f"state of a call {mib['train_state_bytes']} ({of_call}), or kept of it {mib['stash_bytes']}"
         )
     return report
-
-
-def _sizes(regions: dict[str, Region]) -> dict[str, int]:
-    return {name: region.bytes for name, region in regions.items()}
 
 
 def _largest(sizes: dict[str, int]) -> list[str]:

@@ -29,6 +29,8 @@ from megamoe.launch.layout import transposed_widths
 Encoder = Callable[[int, tuple[int, ...], tuple[int, ...], tuple[int, ...], int], bytes]
 ROWS, HALF = abi.WARPGROUP_ROWS, abi.TILES[TILE].half_columns  # of boxes
 BLOCK = abi.TILES[TILE].rows
+Place = tuple[int, tuple[int, ...]]  # of a matrix: address, strides in bytes
+Shape = tuple[int, int, int, int]  # L, planes, rows, columns
 
 
 class Map(NamedTuple):
@@ -126,10 +128,8 @@ def plane_maps(
     ]
 
 
-def matrix_map(
-    place: tuple[int, tuple[int, ...]], shape: tuple[int, int, int, int], size: int, box_rows: int
-) -> Map:
-    """Return the map of weights or their gradient. place: address and strides; shape: L, planes, rows, columns."""
+def matrix_map(place: Place, shape: Shape, size: int, box_rows: int) -> Map:
+    """Return the map of weights or their gradient."""
     experts, planes, height, width = shape
     dims = (width, height, planes, max(experts, 1))
     return Map(place[0], dims, place[1], box(size, box_rows, 4), size)
@@ -140,16 +140,23 @@ def _repeated(stride: int) -> tuple[int, ...]:
     return stride, stride, stride
 
 
-def place_of(
-    name: str, w: Tensor, planes: int, shape: tuple[int, ...], other: int
-) -> tuple[int, tuple[int, ...]]:
-    """Return a matrix' address and strides in bytes; without local experts `other` and any legal ones."""
+def shapes_of(p: Problem) -> dict[str, Shape]:
+    """Return the shapes of w13 and w2."""
+    local = p.num_local_experts(p.rank)
+    return {
+        "w13": (local, p.activation.planes, p.intermediate, p.hidden),
+        "w2": (local, 1, p.hidden, p.intermediate),
+    }
+
+
+def place_of(name: str, w: Tensor, shape: Shape, other: int) -> Place:
+    """Return a matrix' place; without local experts `other` and any legal strides."""
     if not shape[0]:
         return other, _repeated(shape[-1] * w.element_size())
     base = w.data_ptr()
     if base % 16:
         raise ArgumentError(name, hex(base), "16-byte aligned storage")
-    return base, plane_strides(w, planes)
+    return base, plane_strides(w, shape[1])
 
 
 # --- rows ---
@@ -244,20 +251,19 @@ def weight_rows(problem: Problem, weights: ExpertWeights, other: int) -> list[Ro
 
     weights: with a contiguous b13, see ExpertWeights.with_flat_bias. other: any legal address.
     """
-    p, stored = problem, problem.formats.w
-    local, planes, size = p.num_local_experts(p.rank), p.activation.planes, stored.bytes
-    inner = stored.width(abi.SLOT_K_BYTES // p.formats.x.bytes)  # h's numbers have as many bytes
+    stored, shapes = problem.formats.w, shapes_of(problem)
+    # h's numbers have as many bytes
+    inner = stored.width(abi.SLOT_K_BYTES // problem.formats.x.bytes)
     found = []
-    for gemm, w, shape, scale, bias in (
-        ("gemm1", weights.w13, (local, planes, p.intermediate, stored.width(p.hidden)),
-         weights.w13_scale, weights.b13),
-        ("gemm2", weights.w2, (local, 1, p.hidden, stored.width(p.intermediate)),
-         weights.w2_scale, weights.b2),
-    ):  # fmt: skip
-        place, b_scale = place_of("weights", w, shape[1], shape, other), address_of(scale)
+    for gemm, name, w, scale, bias in (
+        ("gemm1", "w13", weights.w13, weights.w13_scale, weights.b13),
+        ("gemm2", "w2", weights.w2, weights.w2_scale, weights.b2),
+    ):
+        shape = *shapes[name][:3], stored.width(shapes[name][3])
+        place, b_scale = place_of("weights", w, shape, other), address_of(scale)
         if (stored.block_scales > 1 or stored.whole_rows) and b_scale % 16:  # read by vectors
             raise ArgumentError("weights' scales", hex(b_scale), "16-byte aligned storage")
-        b = matrix_map(place, shape, size, HALF)._replace(box=(inner, HALF, 1, 1))
+        b = matrix_map(place, shape, stored.bytes, HALF)._replace(box=(inner, HALF, 1, 1))
         found.append(Row(gemm, b=b, b_scale=b_scale, bias=address_of(bias)))
     return found
 
@@ -267,23 +273,19 @@ def master_rows(problem: Problem, weights: ExpertWeights, other: int) -> list[Ro
 
     weights: bf16 w13 and w2, of any strides that TMA takes, and with a contiguous b13. other: any legal address.
     """
-    p, size = problem, BF16.bytes
-    local = p.num_local_experts(p.rank)
-    of_w2, of_w13 = (
-        (local, 1, p.hidden, p.intermediate),
-        (local, p.activation.planes, p.intermediate, p.hidden),
-    )
-    for name in ("w2", "w13"):
-        dtype = getattr(weights, name).dtype
-        if dtype != BF16.dtype:
-            raise ArgumentError(f"weights.{name}.dtype", dtype, "bf16 masters, for backward")
-    w2 = place_of("weights.w2", weights.w2, 1, of_w2, other)
-    w13 = place_of("weights.w13", weights.w13, of_w13[1], of_w13, other)
-    return [
-        Row("gemm1", b=matrix_map(w2, of_w2, size, ROWS)),
-        Row("gemm2", b=matrix_map(w13, of_w13, size, ROWS)),
-        Row("recompute", b=matrix_map(w13, of_w13, size, HALF), bias=address_of(weights.b13)),
-    ]
+    found, shapes = [], shapes_of(problem)
+    for gemm, name, box_rows in (
+        ("gemm1", "w2", ROWS),
+        ("gemm2", "w13", ROWS),
+        ("recompute", "w13", HALF),
+    ):
+        w: Tensor = getattr(weights, name)
+        if w.dtype != BF16.dtype:
+            raise ArgumentError(f"weights.{name}.dtype", w.dtype, "bf16 masters, for backward")
+        place = place_of(f"weights.{name}", w, shapes[name], other)
+        found.append(Row(gemm, b=matrix_map(place, shapes[name], BF16.bytes, box_rows)))
+    found[-1].bias = address_of(weights.b13)
+    return found
 
 
 def matrices_rows(problem: Problem, weights: ExpertWeights, matrices: int) -> list[Row]:
@@ -322,8 +324,7 @@ def transposed_rows(problem: Problem, transposed: TransposedWeights, other: int)
         ("gemm2", "transposed.w13", transposed.w13, transposed.w13_scale, (local, planes, h, i)),
         ("recompute", "forward.w13", forward.w13, forward.w13_scale, (local, planes, i, h)),
     ):
-        place = place_of(name, w, shape[1], shape, other)
-        b = matrix_map(place, shape, size, HALF)
+        b = matrix_map(place_of(name, w, shape, other), shape, size, HALF)
         found.append(Row(gemm, b=b, b_scale=scale.data_ptr()))
     found[-1].bias = address_of(forward.b13)
     return found
@@ -337,18 +338,14 @@ def gradient_rows(
     targets: those. w13: [L, P*I, H] or [L, P, I, H], w2: [L, H, I], of elements of `size` bytes; b13, b2: fp32.
     stashes: none now, and all of what they are made of. other: any legal address.
     """
-    p = problem
-    local, planes = p.num_local_experts(p.rank), p.activation.planes
     found = []
-    for name, of_w, of_b, shape in (
-        ("dw13", "w13", "b13", (local, planes, p.intermediate, p.hidden)),
-        ("dw2", "w2", "b2", (local, 1, p.hidden, p.intermediate)),
-    ):
-        dw, db = targets.get(of_w), targets.get(of_b)
+    for of_w, shape in shapes_of(problem).items():
+        name = f"d{of_w}"
+        dw, db = targets.get(of_w), targets.get(of_w.replace("w", "b"))
         place = other, _repeated(shape[-1] * size)
         if dw is not None:
             shape = *shape[:3], dw.shape[-1]  # fewer columns where nobody wants them
-            place = place_of(name, dw, shape[1], shape, other)
+            place = place_of(name, dw, shape, other)
         out = matrix_map(place, shape, size, ROWS)
         wanted = shape[2] if stashes or dw is not None else 0
         width = 0 if stashes else shape[3]

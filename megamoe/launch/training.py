@@ -91,10 +91,9 @@ def operands_of_weights(plan: Plan, views: Mapping[str, Tensor]) -> dict[str, Te
     views: regions of both its workspaces; where x has no scales, the workspace has dy_rows and hs by other names.
     """
     if not plan.transposes:
-        named = {"dy_rows": "dy_rows", "x_rows": "x_rows", "dgu": "dgu", "hs": "hs"}
-        if not plan.problem.formats.x.scaled:
-            named |= {"dy_rows": "x_pool", "hs": "h"}
-        return {name: views[region].flatten(1) for name, region in named.items()}
+        elsewhere = {} if plan.problem.formats.x.scaled else {"dy_rows": "x_pool", "hs": "h"}
+        names = "dy_rows", "x_rows", "dgu", "hs"
+        return {name: views[elsewhere.get(name, name)].flatten(1) for name in names}
     p, blocks = plan.problem, plan.pool_rows // layout.BLOCK_ROWS
     found = {}
     for name, region, width in (
