@@ -90,12 +90,11 @@ _EDGES: dict[str, tuple[str, str, str, bool]] = {
 _PROLOGUE = ("routes_ready", "config", "state")  # before the roles part
 
 
-def fault_to_error(record: Mapping[str, Any], own_rank: int | None = None) -> MegaMoEError:
+def fault_to_error(record: Mapping[str, Any]) -> MegaMoEError:
     """Turn a FaultRecord (csrc/megamoe/layout/args.h) into an exception.
 
     Args:
         record: The fields of the record, with edge and role as names.
-        own_rank: The rank that reads the record. If another rank wrote it, the result is a PeerFault.
 
     Returns:
         The exception, not raised.
@@ -103,8 +102,6 @@ def fault_to_error(record: Mapping[str, Any], own_rank: int | None = None) -> Me
     edge, rank, peer = str(record["edge"]), int(record["rank"]), int(record["peer"])
     role = "prologue" if edge in _PROLOGUE else str(record["role"])
     where = f"(role {role})"
-    if edge == "none":
-        return MegaMoEError("no fault is recorded")
     if edge == "peer_abort":
         return PeerFault(
             f"rank {rank} left its launch because another rank gave up (edge peer_abort): see that "
@@ -139,6 +136,4 @@ def fault_to_error(record: Mapping[str, Any], own_rank: int | None = None) -> Me
     )
     if crosses and peer < MAX_RANKS:
         message += f". Look at rank {peer}: it has died, is late, or never made this call"
-    if own_rank is not None and own_rank != rank:
-        return PeerFault(f"rank {own_rank} stopped because {message}")
     return ProtocolTimeout(message)

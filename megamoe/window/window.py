@@ -184,8 +184,7 @@ class Window:
         """Raise the fault of a launch if the host can see it without waiting. It takes nanoseconds."""
         if self.fault.edge and self.broken is None:
             record = {"rank": self.group.rank, "waited_ns": self.timeout_ns}
-            record.update(abi.fault_fields(self.fault))
-            self.broken = fault_to_error(record, self.group.rank)
+            self.broken = fault_to_error(record | abi.fault_fields(self.fault))
             if isinstance(self.broken, PeerFault):
                 self.broken = self._peers_fault()
             raise self.broken
