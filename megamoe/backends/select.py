@@ -86,11 +86,13 @@ class Opening:
 
 def window_of(opening: Opening) -> tuple[Problem, Group] | None:
     """Return the problem and the group of the window that a layer has, or None where it has none. Collective."""
-    problem, group, chosen = opening.problem, opening.group, choose(opening)
-    if chosen.name != "mega" or chosen.hosts is None:
-        return (problem, group) if chosen.name == "mega" else None
-    here = inside(problem, chosen.hosts, opening.options.get("chunks"))
-    return here, Links.of(group, chosen.hosts).host
+    chosen = choose(opening)
+    if chosen.name != "mega":
+        return None
+    if chosen.hosts is None:
+        return opening.problem, opening.group
+    here = inside(opening.problem, chosen.hosts, opening.options.get("chunks"))
+    return here, Links.of(opening.group, chosen.hosts).host
 
 
 class _Chosen(NamedTuple):

@@ -40,6 +40,7 @@ PROFILE_SLOTS = 80  # int64 of a CTA, see csrc/megamoe/cta/profile.cuh
 
 
 def _regions(make: Callable[[Plan], Regions]) -> cached_property[Regions]:
+    """Return an attribute of Plan that is made at its first use."""
     return cached_property(make)
 
 
@@ -98,7 +99,7 @@ def fill_static(
     windows: Sequence[int],
     workspace: int,
     layer: int = 0,
-    **own: int,
+    **fields: int,
 ) -> None:
     """Fill the arguments that all launches of a layer share: sizes, regions, the maps over the workspace.
 
@@ -106,7 +107,7 @@ def fill_static(
     windows: addresses of the windows of all ranks, as mapped here. workspace: of memory of plan.workspace_bytes. It
         also holds the state of calls without fill_state().
     layer: number of the layer in its window. It is part of the hash, so ranks notice different orders of calls.
-    own: fields of Args. timeout_ns; fault, profile: addresses. step_blocks: 0: the kernel chooses.
+    fields: of Args. timeout_ns; fault, profile: addresses. step_blocks: 0: the kernel chooses.
         epoch: address of the epoch cell, if layers share a window; by default the workspace's own.
         join_ns: how long a launch waits for SMs that other kernels hold. Then it runs on fewer. 0: it needs all CTAs.
         peers_ns: how long it waits, on all of its SMs, for a peer's launch to begin. Then it leaves half of them to
@@ -116,7 +117,7 @@ def fill_static(
     for name in address.keys() & set(abi.field_names(abi.Args)):
         setattr(args, name, address[name])
     fill_state(args, plan, workspace + plan.state_offset)
-    for name, value in own.items():
+    for name, value in fields.items():
         setattr(args, name, value)
     for rank, base in enumerate(windows):
         args.window[rank] = base
