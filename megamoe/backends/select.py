@@ -63,7 +63,7 @@ def resolve(name: str) -> str:
     """Return the backend asked for, MEGAMOE_BACKEND in place of "auto". Raises ConfigError."""
     if not isinstance(name, str) or (name != "auto" and name not in BACKENDS):
         raise ConfigError("backend", repr(name), "auto, " + ", ".join(BACKENDS))
-    return env.backend() if name == "auto" else name
+    return env.get("MEGAMOE_BACKEND") if name == "auto" else name
 
 
 @dataclass(frozen=True)

@@ -84,11 +84,6 @@ def cache_dir() -> Path:
     return Path(get("MEGAMOE_CACHE_DIR")).expanduser()
 
 
-def backend() -> str:
-    """Return the backend that "auto" selects."""
-    return get("MEGAMOE_BACKEND")
-
-
 def timeout_s(stated: float | None = None) -> float:
     """Return the longest wait, in seconds, inside the kernel or for another host.
 

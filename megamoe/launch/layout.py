@@ -327,20 +327,18 @@ def max_stashed_passes(problem: Problem) -> int:
 # --- the state: of one call on one rank ---
 
 
-@_regions
-def state_regions(p: Problem) -> Iterator[_Spec]:
+def _state(p: Problem) -> Iterator[_Spec]:
     """Return the regions of a call's state: its routes, from which every pass can be planned again.
 
     Written before it is read in each launch, so its memory may be anything.
     """
-    yield from _state(p)
-
-
-def _state(p: Problem) -> Iterator[_Spec]:
     chunks = max_chunks(p)
     yield "route_ids", (chunks * CHUNK_TOKENS, p.top_k), torch.int32
     yield "route_weights", (chunks * CHUNK_TOKENS, p.top_k), torch.float32
     yield "chunk_prefix", (p.num_local_experts(p.rank), chunks + 1), torch.int32
+
+
+state_regions = _regions(_state)
 
 
 @_regions

@@ -45,16 +45,16 @@ class Map(NamedTuple):
 
 @dataclass(slots=True)
 class Row:
-    """What is known of a GEMM, by its name in GemmId. Maps are by plane: the last one stands for further planes.
+    """What is known of a GEMM, by its name in GemmId. Lists are by plane: the last map stands for further planes.
 
     Pointers are addresses, 0 for null.
     """
 
     gemm: str
-    a: Sequence[Map] | None = None
+    a: list[Map] | None = None
+    out: list[Map] | None = None
     a_small: Map | None = None
     b: Map | None = None
-    out: Sequence[Map] | None = None
     a_scale: int | None = None
     b_scale: int | None = None
     bias: int | None = None
@@ -65,26 +65,19 @@ class Row:
     k: int | None = None
 
 
-_NUMBERS = ("a_scale", "b_scale", "bias", "out_scale", "done", "m", "n", "k")
-
-
 def write(args: Any, rows: Sequence[Row], encoder: Encoder) -> None:
     """Put what rows say into a launch's argument, one of abi.LAUNCHES."""
     table = args.gemm
     for row in rows:
         # All of GEMMS, the first two, the next two (dw13 and dw2 alone), or one.
         gemm = table[abi.GEMMS.index(row.gemm) % len(table)]
-        for name in ("a", "out"):
-            maps = getattr(row, name)
-            if maps is not None:
-                set_maps(getattr(gemm, name), maps, encoder)
-        if row.a_small is not None:
-            set_map(gemm.a_small, encoder(*row.a_small))
-        if row.b is not None:
-            set_map(gemm.b, encoder(*row.b))
-        for name in _NUMBERS:
+        for name in Row.__slots__[1:]:
             value = getattr(row, name)
-            if value is not None:
+            if isinstance(value, Map):
+                set_map(getattr(gemm, name), encoder(*value))
+            elif isinstance(value, list):
+                set_maps(getattr(gemm, name), value, encoder)
+            elif value is not None:
                 setattr(gemm, name, value)
 
 

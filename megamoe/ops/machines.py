@@ -103,7 +103,7 @@ def machine_of(device: torch.device, variant: GroupedVariant) -> Gpu | Fibers | 
     """Return what runs this kernel for tensors on `device`; None: torch's own operations stand in for it."""
     if device.type == "cuda":
         return _gpu(torch.cuda.current_device() if device.index is None else device.index, variant)
-    return fibers if device.type == "cpu" and env.backend() == "emulate" else None
+    return fibers if device.type == "cpu" and env.get("MEGAMOE_BACKEND") == "emulate" else None
 
 
 @cache
