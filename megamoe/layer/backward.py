@@ -29,8 +29,7 @@ def known_of(known: Any, inputs: Inputs) -> Any:
     """
     if known is None or inputs.w13 is None:
         return None
-    rows, further = inputs[:3], (inputs.num_tokens_device, None, inputs.x_scale)
-    return known if known.fits(*rows, inputs.weights, *further) else None
+    return known if known.fits(*inputs.arguments, None) else None
 
 
 def gradients(

@@ -38,16 +38,18 @@ class Inputs(NamedTuple):
         x_scale: Tensor | None = None,
     ) -> Inputs:
         """Return the inputs of a call."""
-        return cls(
-            x, topk_ids, topk_weights,
-            w.w13, w.w2, w.b13, w.b2, w.w13_scale, w.w2_scale,
-            num_tokens_device, x_scale,
-        )  # fmt: skip
+        of_weights = w.w13, w.w2, w.b13, w.b2, w.w13_scale, w.w2_scale
+        return cls(x, topk_ids, topk_weights, *of_weights, num_tokens_device, x_scale)
 
     @property
     def weights(self) -> ExpertWeights:
         """The weights as they were given."""
-        return ExpertWeights(self.w13, self.w2, self.b13, self.b2, self.w13_scale, self.w2_scale)
+        return ExpertWeights(*self[3:9])
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """The arguments of of()."""
+        return *self[:3], ExpertWeights(*self[3:9]), *self[9:]
 
     def call(self, weights: ExpertWeights, known: Any = None) -> Call:
         """Return the call for a backend, with the weights that it reads. known: as Call.known."""

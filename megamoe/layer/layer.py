@@ -29,7 +29,7 @@ from megamoe.core.transforms import faked, lasting, records, watched
 from megamoe.core.uncompiled import uncompiled
 from megamoe.experts.placement import ExpertPlacement
 from megamoe.formats.quantized import QuantizedRows
-from megamoe.formats.weights import ExpertWeights, check_tensor
+from megamoe.formats.weights import ExpertWeights, check_experts, check_tensor
 from megamoe.group.group import ALONE, Group, RankConfig, Together
 from megamoe.group.hosts import host_name
 from megamoe.launch.cache import QuantizedCache
@@ -168,11 +168,10 @@ class Layer:
             ArgumentError: A tensor does not fit the problem, or the precision does not train but gradients would be
                 recorded.
         """
-        return self._call(x, topk_ids, topk_weights, weights, num_tokens_device, out, x_scale)
+        return self._call(x, topk_ids, topk_weights, weights, num_tokens_device, x_scale, out)
 
     def _call(self, *call: Any) -> Tensor:
-        """Do as __call__() does, by position."""
-        x, topk_ids, topk_weights, weights, count, out, x_scale = call
+        """Do as __call__() does, by position: the arguments of Inputs.of(), then out."""
         if torch.compiler.is_compiling():
             return self._traced(*call)
         self.ranks.met = False
@@ -180,10 +179,9 @@ class Layer:
             known = None if self._runtime is None else self._signatures.find(*call)
             if known is not None:
                 if not (known.requires_grad and torch.is_grad_enabled()):
-                    rows = x if x_scale is None else QuantizedRows(x, x_scale)
-                    return self._launch(known, rows, topk_ids, topk_weights, weights, count, out)
-                if known.trains and out is None:
-                    return self._record(known, x, topk_ids, topk_weights, weights, count)
+                    return self._launch(known, *call)
+                if known.trains and call[-1] is None:
+                    return self._record(known, Inputs.of(*call[:-1]), call[3])
             return self._checked(*call)
         except Exception as error:
             self.together().tell(error)
@@ -199,36 +197,34 @@ class Layer:
     def _launch(self, known: Signature, *call: Any) -> Tensor:
         """Make a validated call: contiguous tensors, no gradients, and nothing observes the operators.
 
-        call: x [..., H], perhaps quantized, topk_ids, topk_weights, weights, num_tokens_device, out.
+        call: as _call() takes it.
         """
-        x, topk_ids, topk_weights, weights, num_tokens_device, out = call
+        x, topk_ids, topk_weights, weights, count, x_scale, out = call
         runtime, y = self._runtime, out
         assert runtime is not None
         if self._adjusts:
-            of_call = x, topk_ids, topk_weights, num_tokens_device
-            x, topk_ids, topk_weights = self._adjusted(*of_call)
+            inputs = self._adjusted(Inputs.of(*call[:-1]))
+            x, topk_ids, topk_weights, x_scale = *inputs[:3], inputs.x_scale
         whole = len(known.shape) == 2
         if not whole:
-            x = QuantizedRows(*map(flat, x)) if type(x) is QuantizedRows else flat(x)
-            topk_ids, topk_weights = flat(topk_ids), flat(topk_weights)
+            x, topk_ids, topk_weights = flat(x), flat(topk_ids), flat(topk_weights)
+            x_scale = None if x_scale is None else flat(x_scale)
             y = None if out is None else flat(out)
+        rows = x if x_scale is None else QuantizedRows(x, x_scale)
         with runtime.lock:
             mine = runtime.weights(weights)
-            call = Call(x, topk_ids, topk_weights, mine, num_tokens_device, y, known)
+            call = Call(rows, topk_ids, topk_weights, mine, count, y, known)
             y, _ = runtime.backend.forward(call)
         if out is not None:
             return out
         return y if whole else y.view(known.shape)
 
-    def _record(self, known: Signature | None, *call: Any) -> Tensor:
+    def _record(self, known: Signature | None, inputs: Inputs, weights: ExpertWeights) -> Tensor:
         """Make a validated call and record its gradients. known: None if something observes the operators."""
-        x, topk_ids, topk_weights, weights, num_tokens_device = call
         runtime = self._runtime
         assert runtime is not None
         if self._adjusts:
-            of_routes = topk_ids, topk_weights, num_tokens_device
-            x, topk_weights = self._weighting.apply(self.problem, x, *of_routes)
-        inputs = Inputs.of(x, topk_ids, topk_weights, weights, num_tokens_device)
+            inputs = self._adjusted(inputs)
         if known is None and not self._elsewhere:
             return apply(inputs, runtime.handle, runtime.state_bytes, keep=True)
         adding, direct = self.accumulate_into_main_grad, known is not None
@@ -249,51 +245,39 @@ class Layer:
             how.delayed.check()
         return record(inputs, how)
 
-    def _adjusted(
-        self,
-        x: Tensor | QuantizedRows,
-        topk_ids: Tensor,
-        topk_weights: Tensor,
-        num_tokens_device: Tensor | None,
-    ) -> tuple[Tensor | QuantizedRows, Tensor, Tensor]:
-        """Return x, topk_ids and topk_weights that the backend computes with."""
-        call = topk_ids, topk_weights, num_tokens_device
-        if type(x) is not QuantizedRows:
-            x, topk_weights = self._weighting.apply(self.problem, x, *call)
-            return x, topk_ids, topk_weights
-        scale, topk_weights = self._weighting.apply(self.problem, x.scale, *call)
-        return QuantizedRows(x.q, scale), topk_ids, topk_weights
+    def _adjusted(self, inputs: Inputs) -> Inputs:
+        """Return the tensors that the backend computes with."""
+        return self._weighting.apply(self.problem, inputs)
 
     @uncompiled("a call that torch does not compile is checked as a whole")
     def _checked(self, *call: Any) -> Tensor:
         """Check a call, and make it. call: as _call() takes it."""
-        x, topk_ids, topk_weights, weights, count, out, x_scale = call
-        inputs = checked(self.problem, x, topk_ids, topk_weights, weights, count, x_scale)
-        x, topk_ids, topk_weights, x_scale = *inputs[:3], inputs.x_scale
+        *given, out = call
+        weights = given[3]
+        check_experts("weights", weights)
+        inputs = checked(self.problem, Inputs.of(*given))
         tensors = [t for _, t in inputs.named()]
         recording = self._recording(inputs, out)
         if self._runtime is None:
             self._open(weights, "a first call")
         if not all(type(t) in _PLAIN for t in tensors) or watched():
             return self._apply(inputs, weights, out, recording)
-        known = self._signatures.find(x, topk_ids, topk_weights, weights, count, out, x_scale)
-        if known is None:  # made of what the checks returned for x, topk_ids and topk_weights
+        call = *inputs[:3], weights, inputs.num_tokens_device, inputs.x_scale, out
+        known = self._signatures.find(*call)
+        if known is None:
             saved = not any(t.is_inference() for t in tensors)
-            trains = self._no_gradients is None and x_scale is None and saved
+            trains = self._no_gradients is None and inputs.x_scale is None and saved
             trains = trains and not self._frozen(inputs)
             known = self._signatures.add(Signature(inputs, out, trains))
-        if recording:
-            return self._record(known, x, topk_ids, topk_weights, weights, count)
-        given = x if x_scale is None else QuantizedRows(x, x_scale)
-        return self._launch(known, given, topk_ids, topk_weights, weights, count, out)
+        return self._record(known, inputs, weights) if recording else self._launch(known, *call)
 
     def _traced(self, *call: Any) -> Tensor:
         """Trace a call for torch.compile. Its operator validates it when the graph runs, so that all ranks raise."""
-        x, topk_ids, topk_weights, weights, count, out, x_scale = call
+        *given, out = call
+        weights = given[3]
         if self._runtime is None:
             self._open(weights, "a first call")
-        rows = taken(x, topk_ids, topk_weights, x_scale)
-        inputs = Inputs.of(*rows[:3], weights, count, rows[3])
+        inputs = taken(Inputs.of(*given))
         for name, t in inputs.named():
             if t.device != weights.w13.device:  # the operator would not run at all
                 raise ArgumentError(f"{name}.device", t.device, f"{weights.w13.device}")
@@ -303,15 +287,9 @@ class Layer:
         self, inputs: Inputs, weights: ExpertWeights, out: Tensor | None, recording: bool
     ) -> Tensor:
         """Call the layer by its operator, for who compiles or watches."""
-        x, topk_ids, topk_weights, *_, count, x_scale = inputs
         if recording:
-            return self._record(None, x, topk_ids, topk_weights, weights, count)
-        runtime = self._runtime
-        assert runtime is not None
-        given = x if x_scale is None else QuantizedRows(x, x_scale)
-        given, topk_ids, topk_weights = self._adjusted(given, topk_ids, topk_weights, count)
-        x, x_scale = given if type(given) is QuantizedRows else (given, None)
-        y = apply(Inputs.of(x, topk_ids, topk_weights, weights, count, x_scale), runtime.handle)
+            return self._record(None, inputs, weights)
+        y = apply(self._adjusted(inputs), self.handle)
         return y if out is None else out.copy_(y)
 
     def _recording(self, inputs: Inputs, out: Tensor | None) -> bool:

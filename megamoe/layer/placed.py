@@ -17,9 +17,9 @@ from megamoe.core.errors import ArgumentError, ConfigError, MegaMoEError
 from megamoe.core.planes import is_dtensor
 from megamoe.experts.moves import Moves, check_rows
 from megamoe.experts.placement import ExpertPlacement
-from megamoe.formats.quantized import QuantizedRows
 from megamoe.formats.weights import ExpertWeights
 from megamoe.group.group import RankConfig
+from megamoe.layer.inputs import Inputs
 from megamoe.layer.layer import Layer
 
 
@@ -142,14 +142,8 @@ class PlacedLayer(Layer):
         if not self._tables or self._tables[0].device != device:
             self._tables = tuple(t.to(device) for t in _tables(self.placement))
 
-    def _adjusted(
-        self,
-        x: Tensor | QuantizedRows,
-        topk_ids: Tensor,
-        topk_weights: Tensor,
-        num_tokens_device: Tensor | None,
-    ) -> tuple[Tensor | QuantizedRows, Tensor, Tensor]:
-        return super()._adjusted(x, self._slots(topk_ids), topk_weights, num_tokens_device)
+    def _adjusted(self, inputs: Inputs) -> Inputs:
+        return super()._adjusted(inputs._replace(topk_ids=self._slots(inputs.topk_ids)))
 
     def _slots(self, topk_ids: Tensor) -> Tensor:
         """topk_ids: [..., K] logical, dropped outside [0, E) -> slots, same shape and dtype. A graph may capture it."""

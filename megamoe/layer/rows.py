@@ -8,14 +8,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megamoe.backends.call import Call, check_call
+from megamoe.backends.call import check_call
 from megamoe.backends.options import Options
 from megamoe.core.config import Problem
 from megamoe.core.errors import ArgumentError, ConfigError
 from megamoe.core.planes import check_kind, check_memory
-from megamoe.formats.quantized import QuantizedRows
-from megamoe.formats.weights import ExpertWeights, check_experts
-from megamoe.layer.inputs import Inputs, flat
+from megamoe.formats.weights import check_experts
+from megamoe.layer.inputs import Inputs
 
 
 def finite_factor(factor: Any) -> float:
@@ -49,27 +48,19 @@ class Weighting(NamedTuple):
             raise ConfigError("apply_router_weight_on_input", True, expected)
         return cls(factor, on_input)
 
-    def apply(
-        self,
-        problem: Problem,
-        x: Tensor,
-        topk_ids: Tensor,
-        topk_weights: Tensor,
-        num_tokens_device: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """x: [..., H], topk_weights: [..., K] fp32 -> both as the layer uses them; differentiable.
-
-        For a quantized x, pass its scales as x.
-        """
+    def apply(self, problem: Problem, inputs: Inputs) -> Inputs:
+        """Return the inputs, with topk_weights in fp32, as the layer uses them; differentiable."""
+        of_x = "x" if inputs.x_scale is None else "x_scale"  # what a factor of x multiplies
+        x, topk_weights = getattr(inputs, of_x), inputs.topk_weights
         if self.on_input:
             if torch.is_grad_enabled() and (x.requires_grad or topk_weights.requires_grad):
                 # The gradient of a token that is not computed is zero, but times a NaN it would be NaN.
-                used = _computed(problem, topk_ids, num_tokens_device)
+                used = _computed(problem, inputs.topk_ids, inputs.num_tokens_device)
                 x, topk_weights = x.where(used, 0), topk_weights.where(used, 0)
             x, topk_weights = (x * topk_weights).to(x.dtype), torch.ones_like(topk_weights)
         if self.factor != 1.0:
             topk_weights = topk_weights * self.factor
-        return x, topk_weights
+        return inputs._replace(topk_weights=topk_weights, **{of_x: x})
 
 
 def _computed(problem: Problem, topk_ids: Tensor, num_tokens_device: Tensor | None) -> Tensor:
@@ -80,52 +71,47 @@ def _computed(problem: Problem, topk_ids: Tensor, num_tokens_device: Tensor | No
     return used & (tokens < num_tokens_device)
 
 
-def taken(
-    x: Tensor, topk_ids: Tensor, topk_weights: Tensor, x_scale: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the tensors cast and contiguous, as the operators take them. It validates nothing."""
+def taken(inputs: Inputs) -> Inputs:
+    """Return the inputs cast and contiguous, as the operators take them. It validates nothing."""
+    x, topk_weights = inputs.x, inputs.topk_weights
     if x.dtype in (torch.float32, torch.float16) and torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.bfloat16)
     if topk_weights.is_floating_point():
         topk_weights = topk_weights.float()
     if not torch.compiler.is_compiling():
         x, topk_weights = x.resolve_neg(), topk_weights.resolve_neg()
-    scales = None if x_scale is None else x_scale.contiguous()
-    return x.contiguous(), topk_ids.contiguous(), topk_weights.contiguous(), scales
+    return inputs._replace(
+        x=x.contiguous(),
+        topk_ids=inputs.topk_ids.contiguous(),
+        topk_weights=topk_weights.contiguous(),
+        x_scale=None if inputs.x_scale is None else inputs.x_scale.contiguous(),
+    )
 
 
-def checked(
-    problem: Problem,
-    x: Tensor,
-    topk_ids: Tensor,
-    topk_weights: Tensor,
-    weights: ExpertWeights,
-    num_tokens_device: Tensor | None = None,
-    x_scale: Tensor | None = None,
-) -> Inputs:
-    """Return a validated call as the operators take it. Raises ArgumentError if it does not fit the problem."""
-    given = {"x": x, "topk_ids": topk_ids, "topk_weights": topk_weights}
-    for name, tensor in (
-        given.items() if x_scale is None else [*given.items(), ("x_scale", x_scale)]
-    ):
+def checked(problem: Problem, inputs: Inputs) -> Inputs:
+    """Return validated inputs as the operators take them. Raises ArgumentError if they do not fit the problem."""
+    given = inputs._asdict()
+    for name in ("x", "topk_ids", "topk_weights", "x_scale"):
+        tensor = given[name]
+        if tensor is None and name == "x_scale":
+            continue
         if not isinstance(tensor, Tensor):
             raise ArgumentError(name, type(tensor).__name__, "a tensor")
         check_kind(name, tensor)
         check_memory(name, tensor)  # before it is cast
         if tensor.dim() < 2:
             raise ArgumentError(f"{name}.shape", list(tensor.shape), "at least two dimensions")
-        if tensor.shape[:-1] != x.shape[:-1]:
+        if tensor.shape[:-1] != inputs.x.shape[:-1]:
             width = {"x_scale": "S"}.get(name, problem.top_k)
-            expected = f"{list(x.shape[:-1])} + [{width}], the leading sizes of x"
+            expected = f"{list(inputs.x.shape[:-1])} + [{width}], the leading sizes of x"
             raise ArgumentError(f"{name}.shape", list(tensor.shape), expected)
-    if not topk_weights.is_floating_point():
-        raise ArgumentError("topk_weights.dtype", topk_weights.dtype, "a float type")
-    x, topk_ids, topk_weights, x_scale = taken(x, topk_ids, topk_weights, x_scale)
-    whole = flat(x) if x_scale is None else QuantizedRows(flat(x), flat(x_scale))
-    routes = flat(topk_ids), flat(topk_weights)
-    check_call(problem, Call(whole, *routes, weights, num_tokens_device))
-    check_weights(problem, weights, x.device)
-    return Inputs.of(x, topk_ids, topk_weights, weights, num_tokens_device, x_scale)
+    if not inputs.topk_weights.is_floating_point():
+        raise ArgumentError("topk_weights.dtype", inputs.topk_weights.dtype, "a float type")
+    inputs = taken(inputs)
+    weights = inputs.weights
+    check_call(problem, inputs.call(weights))
+    check_weights(problem, weights, inputs.x.device)
+    return inputs
 
 
 def check_weights(problem: Problem, weights: Any, device: torch.device | None) -> None:

@@ -45,10 +45,10 @@ class Signature:
         topk_weights: Tensor,
         w: ExpertWeights,
         num_tokens_device: Tensor | None,
-        out: Tensor | None,
         x_scale: Tensor | None,
+        out: Tensor | None,
     ) -> bool:
-        """Return True if a call matches. Every call runs each line of this function.
+        """Return True if a call matches: the arguments of Inputs.of(), then out. Every call runs each line here.
 
         It does not detect storage that shrank to a smaller size above zero; nor do torch's own operations.
         """

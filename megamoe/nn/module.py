@@ -195,7 +195,7 @@ class MegaMoE(nn.Module):
             self._raise_on_all(error, "a first call")
         # By position and by the method's name: half a microsecond less than Layer.__call__.
         return self._layer._call(
-            x, topk_ids, topk_weights, weights, num_tokens_device, out, x_scale
+            x, topk_ids, topk_weights, weights, num_tokens_device, x_scale, out
         )
 
     def expert_weights(self) -> ExpertWeights:

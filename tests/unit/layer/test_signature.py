@@ -21,7 +21,7 @@ from megamoe.testing import make_inputs, make_weights
 TOKENS, HIDDEN, TOP_K = 6, 144, 2
 PROBLEM = Problem(HIDDEN, 48, 3, TOP_K, max_tokens=8, bias=True, precision="fp8")
 ROWS = "x", "topk_ids", "topk_weights"
-FURTHER = "num_tokens_device", "out", "x_scale"
+FURTHER = "num_tokens_device", "x_scale", "out"
 WEIGHTS = tuple(ExpertWeights.__dataclass_fields__)
 
 

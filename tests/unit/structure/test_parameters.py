@@ -26,8 +26,6 @@ EXCEPTIONS = {
     "megamoe/adapters/sglang.py:Installed.fp8_mega_moe": HOST,
     "megamoe/adapters/vllm_experts.py:Experts.apply": HOST,
     "megamoe/adapters/vllm_experts.py:PrepareAndFinalize.prepare": HOST,
-    "megamoe/layer/operators.py:moe_forward_op": OPERATOR,
-    "megamoe/layer/operators.py:moe_backward_op": OPERATOR,
     "megamoe/ops/operators.py:grouped_mlp": OPERATOR,
     "megamoe/ops/operators.py:grouped_mm": OPERATOR,
     "megamoe/ops/operators.py:grouped_activation_gradient": OPERATOR,
