@@ -17,7 +17,7 @@ from megamoe.core.errors import ArgumentError
 from megamoe.core.transforms import watched
 from megamoe.formats.weights import ExpertWeights
 from megamoe.layer import main_grad
-from megamoe.layer.backward import gradients, known_of
+from megamoe.layer.backward import Pass, gradients, known_of
 from megamoe.layer.delayed import Delayed, asked_of
 from megamoe.layer.inputs import Inputs
 from megamoe.layer.operators import forward, library
@@ -30,14 +30,13 @@ class RecordOptions(NamedTuple):
     """Say how to record a call.
 
     state_bytes: size of the state that the backend saves.
-    direct: True: all tensors are plain, and nothing observes the operators.
     weights: as the caller passed them. adding: True: add gradients of w13 and w2 to their main_grad.
-    delayed: where weight gradients wait. known: as Call.known.
+    delayed: where weight gradients wait.
+    known: as Call.known. Then all tensors are plain, and nothing observes the operators.
     """
 
     handle: Tensor
     state_bytes: int
-    direct: bool = False
     weights: ExpertWeights | None = None
     adding: bool = False
     delayed: Delayed | None = None
@@ -54,7 +53,7 @@ class _Call(torch.autograd.Function):
             assert how.weights is not None
             inputs = inputs._replace(**vars(how.weights))
             ctx.asked = asked_of(how.weights)
-        if how.direct:
+        if how.known is not None:
             assert how.weights is not None
             y, state = forward(runtime_of(how.handle), inputs, how.weights, True, how.known)
         else:
@@ -72,28 +71,28 @@ class _Call(torch.autograd.Function):
         how: RecordOptions = ctx.how
         if type(how.handle) is not Tensor:  # traced
             *tensors, handle, state = ctx.saved_tensors
-            return _operator(Inputs(*tensors), dy, handle, _needs(ctx), state)
+            return _operator(Pass(Inputs(*tensors), dy, state), handle, _needs(ctx))
         runtime = runtime_of(how.handle)
         with runtime.together:
             *tensors, _, state = ctx.saved_tensors  # changed in place, freed, or made by hooks
             runtime.group.met = False  # a checkpoint has made the call again
-            inputs, needs = Inputs(*tensors), _needs(ctx)
+            given, needs = Pass(Inputs(*tensors), dy, state), _needs(ctx)
             if how.delayed is not None:
                 anchor, *_ = ctx.next_functions
                 # Not by grad(loss, inputs=[x]).
                 waits = torch._C._will_engine_execute_node(anchor[0])
                 asked = ctx.asked if waits else None
-                grads = _delayed(how, runtime, inputs, dy, state, needs, asked)
+                grads = _delayed(how, runtime, given, needs, asked)
             elif how.adding:
                 nodes = dict(zip(Inputs._fields, ctx.next_functions, strict=False))
                 of = {n: getattr(needs, n) and _asked(nodes[n][0]) for n in main_grad.NAMES}
-                grads = _added(how, runtime, inputs, dy, state, needs._replace(**of))
+                grads = _added(how, runtime, given, needs._replace(**of))
             else:
-                known = known_of(how.known, inputs)
-                direct = how.direct and not torch.is_grad_enabled()
+                known = known_of(how.known, given.inputs)
+                direct = how.known is not None and not torch.is_grad_enabled()
                 if not direct or (known is None and watched()):
-                    return _operator(inputs, dy, how.handle, needs, state)
-                grads = gradients(runtime, inputs, dy, state, GradRequest(needs), known)
+                    return _operator(given, how.handle, needs)
+                grads = gradients(runtime, given, GradRequest(needs), known)
             return None, None, grads.x, None, *grads[1:], *[None] * 4
 
 
@@ -102,10 +101,9 @@ def _needs(ctx: Any) -> Needs:
     return Needs(of_x, *others[: len(Needs._fields) - 1])
 
 
-def _operator(
-    inputs: Inputs, dy: Tensor | None, handle: Tensor, needs: Needs, state: Tensor
-) -> tuple[Tensor | None, ...]:
+def _operator(given: Pass, handle: Tensor, needs: Needs) -> tuple[Tensor | None, ...]:
     """Return the gradients by the operator, for compilers, observers and create_graph=True."""
+    inputs, dy, state = given
     dy = torch.zeros_like(inputs.x) if dy is None else dy.contiguous()
     made = torch.ops.megamoe.moe_backward(dy, *inputs, handle, needs, state)
     of_x, *others = [g if need else None for g, need in zip(made, needs, strict=True)]
@@ -120,14 +118,7 @@ def _asked(node: Any) -> bool:
         return True
 
 
-def _added(
-    how: RecordOptions,
-    runtime: Runtime,
-    inputs: Inputs,
-    dy: Tensor | None,
-    state: Tensor,
-    needs: Needs,
-) -> Gradients:
+def _added(how: RecordOptions, runtime: Runtime, given: Pass, needs: Needs) -> Gradients:
     """Return the gradients, and add those of w13 and w2 to the main_grad of how.weights."""
     weights = how.weights
     assert weights is not None
@@ -135,17 +126,15 @@ def _added(
         raise ArgumentError("create_graph", True, "False with accumulate_into_main_grad")
     # grad(loss, inputs=[x]) adds nothing
     into = main_grad.targets(weights, (needs.w13, needs.w2), set())
-    known = known_of(how.known, inputs)
-    grads = gradients(runtime, inputs, dy, state, GradRequest(needs, into), known)
+    known = known_of(how.known, given.inputs)
+    grads = gradients(runtime, given, GradRequest(needs, into), known)
     return grads._replace(**{name: main_grad.added(getattr(weights, name)) for name in into})
 
 
 def _delayed(
     how: RecordOptions,
     runtime: Runtime,
-    inputs: Inputs,
-    dy: Tensor | None,
-    state: Tensor,
+    given: Pass,
     needs: Needs,
     asked: frozenset[str] | None,
 ) -> Gradients:
@@ -162,10 +151,10 @@ def _delayed(
         stash = runtime.backend.new_stash()
     found = Gradients()
     if any(needs) or stash is not None:
-        found = gradients(runtime, inputs, dy, state, GradRequest(needs, stash=stash))
+        found = gradients(runtime, given, GradRequest(needs, stash=stash))
     if asked is not None:
-        dy = None if dy is None else dy.detach()
-        how.delayed.add(how.weights, asked, stash or (inputs, dy, state))
+        dy = None if given.dy is None else given.dy.detach()
+        how.delayed.add(how.weights, asked, stash or given._replace(dy=dy))
     return found
 
 

@@ -6,7 +6,8 @@ This is collective, so every rank must need the same gradients.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from contextlib import nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,12 +15,23 @@ from torch import Tensor
 from megamoe.backends.call import Gradients, GradRequest, StashedRows
 from megamoe.core.config import Problem
 from megamoe.core.errors import ArgumentError
-from megamoe.core.planes import check_memory, is_freed
+from megamoe.core.planes import check_kind, check_memory, is_freed
 from megamoe.formats.weights import ExpertWeights, check_tensor
 from megamoe.layer.inputs import Inputs, flat
 from megamoe.layer.runtime import Runtime
 
 ALIGNMENT = 16  # bytes, of what the kernel reads
+
+
+class Pass(NamedTuple):
+    """Hold what the backward pass of a call reads.
+
+    dy: like x; None: zeros. state: saved by the call's forward pass, never changed.
+    """
+
+    inputs: Inputs
+    dy: Tensor | None
+    state: Tensor
 
 
 def known_of(known: Any, inputs: Inputs) -> Any:
@@ -32,21 +44,14 @@ def known_of(known: Any, inputs: Inputs) -> Any:
     return known if known.fits(*inputs.arguments, None) else None
 
 
-def gradients(
-    runtime: Runtime,
-    inputs: Inputs,
-    dy: Tensor | None,
-    state: Tensor,
-    wanted: GradRequest,
-    known: Any = None,
-) -> Gradients:
+def gradients(runtime: Runtime, given: Pass, wanted: GradRequest, known: Any = None) -> Gradients:
     """Return the gradients of a call in the dtypes, shapes and strides of its inputs. Collective.
 
-    dy: like x; None: zeros. state: saved by the call's forward pass, never changed.
     wanted: without `transposed`, which this function adds. known: known_of(); None: validate all inputs.
     Raises ArgumentError if dy does not match y.
     """
-    x = inputs.x
+    inputs, dy, state = given
+    x, weights = inputs.x, inputs.weights
     if known is None:
         _check_there(runtime.problem, inputs)
         for name, t in inputs.named():
@@ -54,8 +59,12 @@ def gradients(
     if dy is None or known is None or not _are_plain(dy, x, state, runtime.state_bytes):
         dy = _checked(dy, x)
         check_tensor("state", state, (runtime.state_bytes,), torch.uint8, x.device)
-    with runtime.lock:
-        found = _made(runtime, inputs, dy, state, wanted, known)
+    with runtime.lock, nullcontext() if runtime.as_forward else runtime.cache.turn:
+        if runtime.as_forward:
+            weights = runtime.weights(weights)
+        else:
+            wanted = wanted._replace(transposed=runtime.transposed(weights))
+        found = runtime.backend.backward(inputs.call(weights, known), flat(dy), state, wanted)
     return _finished(runtime, found, wanted, inputs)
 
 
@@ -101,29 +110,12 @@ def _finished(
     return Gradients(**laid_out)
 
 
-def _made(
-    runtime: Runtime, inputs: Inputs, dy: Tensor, state: Tensor, wanted: GradRequest, known: Any
-) -> Gradients:
-    """Make the gradients, see gradients()."""
-    given, dy = inputs.weights, flat(dy)
-    if runtime.as_forward:
-        call = inputs.call(runtime.weights(given), known)
-        return runtime.backend.backward(call, dy, state, wanted)
-    with runtime.cache.turn:
-        wanted = wanted._replace(transposed=runtime.transposed(given))
-        return runtime.backend.backward(inputs.call(given, known), dy, state, wanted)
-
-
 def _checked(dy: Tensor | None, x: Tensor) -> Tensor:
     """Return dy as the kernel reads it."""
     if dy is None:
         return torch.zeros_like(x)
-    if isinstance(dy, Tensor) and dy.layout != torch.strided:
-        raise ArgumentError("dy.layout", dy.layout, "torch.strided: a dense gradient of y")
-    if isinstance(dy, Tensor) and not dy.is_contiguous():
-        dy = dy.contiguous()
-    if isinstance(dy, Tensor) and dy.is_neg():
-        dy = dy.resolve_neg()
+    check_kind("dy", dy)
+    dy = dy.contiguous().resolve_neg()
     check_tensor("dy", dy, tuple(x.shape), torch.bfloat16, x.device)
     # A slice of a larger gradient may lie elsewhere than at a multiple.
     return dy.clone() if dy.data_ptr() % ALIGNMENT else dy

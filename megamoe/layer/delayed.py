@@ -22,13 +22,11 @@ from megamoe.core.transforms import lasting
 from megamoe.core.uncompiled import uncompiled
 from megamoe.formats.weights import ExpertWeights
 from megamoe.layer import main_grad
-from megamoe.layer.backward import gradients, stashed_gradients
-from megamoe.layer.inputs import Inputs
+from megamoe.layer.backward import Pass, gradients, stashed_gradients
 from megamoe.layer.runtime import Runtime
 
 NAMES = ("w13", "w2", "b13", "b2")
 _CHANGED = "unchanged from its backward pass until backward_dw()"
-Replayed = tuple[Inputs, Tensor | None, Tensor]
 
 
 @dataclass
@@ -36,12 +34,12 @@ class _Pending:
     """One backward pass that waits. weights: those of the call, so gradients go where autograd would add them.
 
     asked: names of weights that required a gradient then. As in autograd, a weight that is frozen now gets none.
-    rows: what the pass stashed; or inputs, dy and state, as gradients() takes them.
+    rows: what it stashed, or the pass itself, to replay.
     """
 
     weights: ExpertWeights
     asked: frozenset[str]
-    rows: StashedRows | Replayed
+    rows: StashedRows | Pass
 
     def __post_init__(self) -> None:
         self.versions = [_version(t) for _, t in self.tensors]
@@ -122,12 +120,10 @@ class Delayed:
     def __len__(self) -> int:
         return len(self._queue)
 
-    def add(
-        self, weights: ExpertWeights, asked: frozenset[str], rows: StashedRows | Replayed
-    ) -> None:
+    def add(self, weights: ExpertWeights, asked: frozenset[str], rows: StashedRows | Pass) -> None:
         """Add a backward pass whose gradients of x and topk_weights are computed.
 
-        asked: asked_of() the weights at the time of the call. rows: what the pass stashed, or its arguments to replay.
+        asked: asked_of() the weights at the time of the call. rows: what the pass stashed, or itself.
         """
         self._queue.append(_Pending(weights, asked, rows))
         _waiting.add(self)
@@ -188,7 +184,7 @@ class Delayed:
             if isinstance(pending.rows, StashedRows):
                 found = stashed_gradients(runtime, pending.weights, stashed, wanted)._asdict()
             else:
-                found = gradients(runtime, *pending.rows, wanted)._asdict()
+                found = gradients(runtime, pending.rows, wanted)._asdict()
         for name in into:
             w: Any = given[name]
             joint = getattr(w, "joint_main_grad", None)

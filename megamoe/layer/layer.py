@@ -227,9 +227,8 @@ class Layer:
             inputs = self._adjusted(inputs)
         if known is None and not self._elsewhere:
             return apply(inputs, runtime.handle, runtime.state_bytes, keep=True)
-        adding, direct = self.accumulate_into_main_grad, known is not None
-        further = weights, adding, self._delayed, known
-        how = RecordOptions(runtime.handle, runtime.state_bytes, direct, *further)
+        further = weights, self.accumulate_into_main_grad, self._delayed, known
+        how = RecordOptions(runtime.handle, runtime.state_bytes, *further)
         return self._uncompiled(inputs, how) if self._elsewhere else record(inputs, how)
 
     @uncompiled(

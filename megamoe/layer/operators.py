@@ -19,7 +19,7 @@ from torch import Tensor
 from megamoe.backends.call import Gradients, GradRequest, Needs
 from megamoe.core.errors import MegaMoEError
 from megamoe.formats.weights import ExpertWeights
-from megamoe.layer.backward import gradients
+from megamoe.layer.backward import Pass, gradients
 from megamoe.layer.inputs import Inputs, like
 from megamoe.layer.rows import checked
 from megamoe.layer.runtime import Runtime, runtime_of
@@ -56,7 +56,7 @@ def _backward(dy: Tensor, *args: Any) -> tuple[Tensor, ...]:
     *tensors, handle, needs, state = args
     inputs, runtime = Inputs(*tensors), runtime_of(handle)
     with runtime.together:
-        found = gradients(runtime, inputs, dy, state, GradRequest(Needs(*needs)))
+        found = gradients(runtime, Pass(inputs, dy, state), GradRequest(Needs(*needs)))
     return tuple(inputs.x.new_empty(0) if grad is None else grad for grad in found)
 
 

@@ -263,7 +263,7 @@ def test_a_wrong_dy_is_refused_before_the_backend_runs(wrong):
     Saving.calls.clear()
 
     def gradients_of(dy, state=state):
-        return backward.gradients(runtime, inputs, dy, state, GradRequest())
+        return backward.gradients(runtime, backward.Pass(inputs, dy, state), GradRequest())
 
     with pytest.raises(ArgumentError, match=f"dy.{wrong}"):
         gradients_of(WRONG_DY[wrong](torch.ones_like(y)))

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 import megamoe
 from megamoe.backends.call import GradRequest
 from megamoe.layer import autograd
-from megamoe.layer.backward import gradients
+from megamoe.layer.backward import Pass, gradients
 from megamoe.layer.inputs import Inputs
 from megamoe.testing import assert_close, launch, make_inputs
 
@@ -154,7 +154,8 @@ def errors(rank):
         inputs = Inputs.of(x, i.topk_ids, i.topk_weights, w)
         state = y.grad_fn.saved_tensors[-1]
         inputs = Inputs(*[t if t is None else t.detach() for t in inputs])
-        call_of_rank = runtime, inputs, dy[:-1] if rank else dy, state, GradRequest()
+        given = Pass(inputs, dy[:-1] if rank else dy, state)
+        call_of_rank = runtime, given, GradRequest()
 
         def backward(call=call_of_rank, runtime=runtime):
             with runtime.together:
