@@ -52,26 +52,22 @@ class Moves:
     """List the rows that one rank sends, fetches and copies. A rank fetches each missing expert once."""
 
     def __init__(self, old: ExpertPlacement, new: ExpertPlacement, problem: Problem) -> None:
-        begin, rank = problem.expert_begin(), problem.rank
-        room = problem.num_local_experts()
-        held = [set(old.expert_of[r * room : (r + 1) * room]) for r in range(problem.ep_size)]
-        lacking = [
-            sorted(set(new.expert_of[r * room : (r + 1) * room]) - held[r])
-            for r in range(problem.ep_size)
+        rank, room = problem.rank, problem.num_local_experts()
+        begins = range(0, problem.num_experts, room)
+        before, after = ([p.expert_of[b : b + room] for b in begins] for p in (old, new))
+        # Each rank fetches the experts that it lacks from their first slots: in ascending order, so rank by rank.
+        fetched = [
+            sorted(old.slots_of[e][0] for e in {*now} - {*then})
+            for then, now in zip(before, after, strict=True)
         ]
-        # (source slot, expert) of what each rank fetches, from the expert's first slot
-        fetched = [[(old.slots_of[e][0], e) for e in experts] for experts in lacking]
-        from_rank = [
-            [e for s, e in fetched[rank] if s // room == r] for r in range(problem.ep_size)
-        ]
-        to_rank = [[s - begin for s, _ in of if s // room == rank] for of in fetched]
-        self._sizes = list(map(len, from_rank)), list(map(len, to_rank))
-        self._travels = any(lacking)
-        self._leaving = [row for rows in to_rank for row in rows]
-        arriving = {e: i for i, e in enumerate(e for experts in from_rank for e in experts)}
-        here = {old.expert_of[begin + i]: i for i in reversed(range(room))}
-        pairs = [(i, new.expert_of[begin + i]) for i in range(room)]
-        changed = [(i, e) for i, e in pairs if e != old.expert_of[begin + i]]
+        leaving = [[s - begins[rank] for s in slots if s // room == rank] for slots in fetched]
+        arriving = {old.expert_of[s]: i for i, s in enumerate(fetched[rank])}
+        from_ranks = [s // room for s in fetched[rank]]
+        self._sizes = [from_ranks.count(r) for r in range(problem.ep_size)], [*map(len, leaving)]
+        self._travels = any(fetched)
+        self._leaving = [row for rows in leaving for row in rows]
+        here = {e: i for i, e in reversed([*enumerate(before[rank])])}
+        changed = [(i, e) for i, e in enumerate(after[rank]) if e != before[rank][i]]
         copied = [(i, here[e]) for i, e in changed if e in here]
         came = [(i, arriving[e]) for i, e in changed if e not in here]
         self._sources, self._came = [row for _, row in copied], [row for _, row in came]

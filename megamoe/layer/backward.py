@@ -62,8 +62,9 @@ def gradients(runtime: Runtime, given: Pass, wanted: GradRequest, known: Any = N
     with runtime.lock, nullcontext() if runtime.as_forward else runtime.cache.turn:
         if runtime.as_forward:
             weights = runtime.weights(weights)
-        else:
-            wanted = wanted._replace(transposed=runtime.transposed(weights))
+        elif runtime.transposes:
+            transposed = runtime.cache.transposed(runtime.problem, weights)
+            wanted = wanted._replace(transposed=transposed)
         found = runtime.backend.backward(inputs.call(weights, known), flat(dy), state, wanted)
     return _finished(runtime, found, wanted, inputs)
 

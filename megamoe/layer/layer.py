@@ -38,7 +38,7 @@ from megamoe.layer.autograd import RecordOptions, apply, record, refuse_tangents
 from megamoe.layer.delayed import Delayed
 from megamoe.layer.inputs import Inputs, flat
 from megamoe.layer.rows import Weighting, check_weights, checked, taken
-from megamoe.layer.runtime import Runtime, Turns
+from megamoe.layer.runtime import Runtime, Turns, runtime_of
 from megamoe.layer.signature import Signature, Signatures
 
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -360,9 +360,7 @@ class Layer:
         """
         if self._delayed is None:
             raise ConfigError("delay_wgrad", False, "True or 'keep', to call backward_dw()")
-        if self._runtime is None:
-            raise ConfigError("layer", "closed", "an open layer: call prepare() or the layer first")
-        self._delayed.make(self._runtime, passes)
+        self._delayed.make(runtime_of(self.handle), passes)
 
     def prepare(self, weights: ExpertWeights) -> None:
         """Open the backend, compile and quantize, as the first call would. Collective.

@@ -52,10 +52,6 @@ class Joint:
         self.used = False  # by a backward pass that adds, since add()
         self._written: set[int] = set()  # as of targets()
 
-    def give(self, whole: Any) -> None:
-        """Tell a layer of it."""
-        whole.joint_main_grad = self
-
     def target(self, whole: Tensor, written: set[int]) -> Tensor:
         """Return what a backward pass is to add to. written: as of targets()."""
         self.used, self._written = True, written
@@ -118,9 +114,9 @@ def joined(
     joint = None
     if parameters is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
         joint = Joint(parameters, cut, as_one)
-    whole: Tensor = Joined.apply(as_one, cut, copied, joint, *parts)
+    whole: Any = Joined.apply(as_one, cut, copied, joint, *parts)
     if joint is not None and whole.requires_grad:
-        joint.give(whole)
+        whole.joint_main_grad = joint  # for the layer
     return whole
 
 

@@ -54,20 +54,14 @@ def _power(grads: list[Tensor], norm_type: float) -> Tensor:
     total = torch.zeros((), dtype=torch.float32, device=grads[0].device if grads else None)
     for same in by_mesh.values():
         norm = torch.nn.utils.get_total_norm(same, norm_type)
-        if is_dtensor(norm):
-            norm = norm.full_tensor()
-        norm = norm.float()
-        if norm_type == torch.inf:
-            total = torch.maximum(total, norm)
-        else:
-            total = total + norm**norm_type
+        norm = (norm.full_tensor() if is_dtensor(norm) else norm).float()
+        total = _sum(total, norm if norm_type == torch.inf else norm**norm_type, norm_type)
     return total
 
 
-def _order(norm_type: Any) -> float:
-    if not isinstance(norm_type, (int, float)) or not norm_type > 0:
-        raise ArgumentError("norm_type", repr(norm_type), "a number above 0, or float('inf')")
-    return float(norm_type)
+def _sum(total: Tensor, part: Tensor, norm_type: float) -> Tensor:
+    """Return the sum of two results of _power()."""
+    return torch.maximum(total, part) if norm_type == torch.inf else total + part
 
 
 def _model(model: Any) -> nn.Module:
@@ -106,7 +100,9 @@ def _grad_norm(model: nn.Module, norm_type: float, max_norm: float | Tensor = 0.
             stack.enter_context(ranks.together(_NORM))
         if not isinstance(max_norm, (int, float, Tensor)) or not max_norm >= 0:
             raise ArgumentError("max_norm", repr(max_norm), "a number, at least 0")
-        norm_type = _order(norm_type)
+        if not isinstance(norm_type, (int, float)) or not norm_type > 0:
+            raise ArgumentError("norm_type", repr(norm_type), "a number above 0, or float('inf')")
+        norm_type = float(norm_type)
         _refuse_main_grad(model.named_modules())
         for name, module in model.named_modules():
             if isinstance(module, MegaMoE) and module.num_delayed:
@@ -117,26 +113,23 @@ def _grad_norm(model: nn.Module, norm_type: float, max_norm: float | Tensor = 0.
                 raise ArgumentError(f"{name}.grad.layout", p.grad.layout, "torch.strided")
         for ranks in groups:
             ranks.begin(_NORM)
-    own: dict[int, Any] = {}  # of parameters that are spread without DTensor saying so -> group
-    for _, layer in _layers(model):
-        for p in layer.parameters():
-            own[id(p)] = None if layer.place.distributed else layer.group
-    dense: list[Tensor] = []
-    experts: dict[Any, list[Tensor]] = {}
-    for group in own.values():
-        if group is not None:
-            experts[group] = []
-    device = next(model.parameters()).device
+    own = {  # the group of parameters that are spread without DTensor saying so
+        id(p): layer.group
+        for _, layer in _layers(model)
+        for p in layer.parameters()
+        if not layer.place.distributed
+    }
+    grads: dict[Any, list[Tensor]] = {group: [] for group in (None, *own.values())}
     for p in model.parameters():
         if p.grad is not None:
-            group = own.get(id(p))
-            (dense if group is None else experts[group]).append(p.grad)
-    total = _power(dense, norm_type).to(device)
-    largest = norm_type == torch.inf
-    for group, grads in experts.items():
-        part = _power(grads, norm_type).to(device)
-        dist.all_reduce(part, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
-        total = torch.maximum(total, part) if largest else total + part
+            grads[own.get(id(p))].append(p.grad)
+    device, largest = next(model.parameters()).device, norm_type == torch.inf
+    total = torch.zeros((), device=device)
+    for group, same in grads.items():
+        part = _power(same, norm_type).to(device)
+        if group is not None:
+            dist.all_reduce(part, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
+        total = _sum(total, part, norm_type)
     return total if largest else total ** (1 / norm_type)
 
 

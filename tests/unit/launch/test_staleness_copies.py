@@ -173,7 +173,7 @@ def test_a_backward_pass_behind_a_write():
         copied(experts, "w1")
         runtime, old = experts.layer._runtime, experts.weights()
         copied(experts, "w3")
-        runtime.transposed(old)
+        runtime.cache.transposed(runtime.problem, old)
         y.float().sum().backward()
         experts()
     assert seen["stale"] == 0
