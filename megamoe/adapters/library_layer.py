@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -49,15 +49,8 @@ def check(
     return backend, options
 
 
-class Ranks(TypedDict):
-    """Hold the arguments of a Problem that depend on the process group."""
-
-    ep_size: int
-    rank: int
-
-
-def ranks_of(group: Any) -> Ranks:
-    """Return ep_size and rank of a process group; None: this rank holds all experts."""
+def ranks_of(group: Any) -> dict[str, Any]:
+    """Return ep_size and rank of a process group, as Problem takes them; None: this rank holds all experts."""
     if group is None:
         return {"ep_size": 1, "rank": 0}
     return {"ep_size": dist.get_world_size(group), "rank": dist.get_rank(group)}

@@ -29,6 +29,7 @@ from megamoe.formats.weights import MASTERS, ExpertWeights
 
 _LIMITS, _ALPHAS = ("limit", "swiglu_limit"), ("alpha", "swiglu_alpha")  # as modules name them
 FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
+_SCALES = "_scale_inv"  # behind the names of what they scale
 _PACKED = (torch.int8, torch.uint8, torch.float4_e2m1fn_x2)
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -62,9 +63,10 @@ def weights_of(module: Any, masters: tuple[torch.dtype, ...] = MASTERS[:1]) -> E
     return _mxfp4(module) if matrices_of(module)[0].dtype in _PACKED else _fp8(module)
 
 
-def matrices_of(module: Any) -> tuple[Tensor, Tensor]:
-    """Return the first and the second projection as the module stores them."""
-    return module.gate_up_proj if module.has_gate else module.up_proj, module.down_proj
+def matrices_of(module: Any, end: str = "") -> tuple[Tensor, Tensor]:
+    """Return the first and the second projection as the module stores them, or what has this end behind their names."""
+    first = "gate_up_proj" if module.has_gate else "up_proj"
+    return getattr(module, first + end), getattr(module, "down_proj" + end)
 
 
 def _masters(module: Any, masters: tuple[torch.dtype, ...]) -> ExpertWeights:
@@ -79,14 +81,7 @@ def _masters(module: Any, masters: tuple[torch.dtype, ...]) -> ExpertWeights:
 
 
 def _biases(module: Any) -> tuple[Tensor, Tensor] | None:
-    if not module.has_bias:
-        return None
-    return getattr(module, f"{'gate_' * module.has_gate}up_proj_bias"), module.down_proj_bias
-
-
-def _scales(module: Any) -> tuple[Tensor, Tensor]:
-    first = module.gate_up_proj_scale_inv if module.has_gate else module.up_proj_scale_inv
-    return first.detach(), module.down_proj_scale_inv.detach()
+    return matrices_of(module, "_bias") if module.has_bias else None
 
 
 def _fp8(module: Any) -> ExpertWeights:
@@ -101,7 +96,7 @@ def _fp8(module: Any) -> ExpertWeights:
         raise ConfigError(
             "intermediate size", w2.shape[-1], f"a multiple of {SCALE_GROUP} in FP8 checkpoints"
         )
-    s13, s2 = (s.float() for s in _scales(module))
+    s13, s2 = (s.detach().float() for s in matrices_of(module, _SCALES))
     return ExpertWeights(w13, w2, w13_scale=s13, w2_scale=s2)
 
 
@@ -119,7 +114,7 @@ def _mxfp4(module: Any) -> ExpertWeights:
         "planes": 1 + module.has_gate,
         "interleaved": not module.is_concatenated,
     }
-    matrices, biases = [*matrices_of(module), *_scales(module)], _biases(module)
+    matrices, biases = [*matrices_of(module), *matrices_of(module, _SCALES)], _biases(module)
     if biases and torch.is_grad_enabled() and any(b.requires_grad for b in biases):
         b13, b2 = read_biases(biases, **kind)
         return replace(_arranged(module, matrices, None, kind), b13=b13, b2=b2)

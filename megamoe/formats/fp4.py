@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megamoe.core.errors import ArgumentError
 from megamoe.core.planes import by_plane
-from megamoe.core.table import FP4_HEADER, SCALE_GROUP, Format
+from megamoe.core.table import FP4_HEADER, SCALE_GROUP
 
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 PACKED = (torch.uint8, torch.int8, torch.float4_e2m1fn_x2)
@@ -32,20 +32,6 @@ def encode(v: Tensor) -> Tensor:
 def pack(codes: Tensor) -> Tensor:
     """[N, K] uint8 -> [N, K/2]."""
     return codes[:, 0::2] | codes[:, 1::2] << 4
-
-
-def memory_of(w: Tensor, stored: Format) -> tuple[Tensor, Tensor]:
-    """Allocate memory for w [L, P, I, K] in a format: packed [L, P*I, K/2] and scales, both uint8.
-
-    Raises ArgumentError if the format cannot store rows of K numbers.
-    """
-    num, planes, rows, width = w.shape
-    if width % stored.multiple:
-        raise ArgumentError("w.shape[-1]", width, f"a multiple of {stored.multiple}")
-    blocks, *of_block = stored.scale_shape(rows, width)
-    shapes = (num, planes * rows, width // 2), (num, planes * blocks, *of_block)
-    packed, scale = (torch.empty(shape, dtype=torch.uint8, device=w.device) for shape in shapes)
-    return packed, scale
 
 
 def unpack(packed: Tensor) -> Tensor:
@@ -87,7 +73,6 @@ def read_checkpoint(
     name: str,
     packed: Tensor,
     scales: Tensor,
-    *,
     group: int,
     dtypes: tuple[torch.dtype, ...],
     planes: int,

@@ -13,6 +13,7 @@ from megamoe.core.errors import ArgumentError
 from megamoe.core.planes import by_plane, rows_of
 from megamoe.core.table import FP4_HEADER, MXFP4, MXFP4_GROUP
 from megamoe.formats import fp4
+from megamoe.formats.quantized import memory_of
 
 BIAS = 127  # of a scale's exponent
 NAN_SCALE = 255
@@ -51,7 +52,7 @@ def quantize_mxfp4(
     out: both, to write into. Raises ArgumentError where 32 does not divide K.
     """
     w = by_plane(w, planes)
-    out = fp4.memory_of(w, MXFP4) if out is None else out
+    out = memory_of(w, MXFP4) if out is None else out
     for expert in range(w.shape[0]):  # one by one: fp32 copies of all experts would be large
         codes, scales = _encode(rows_of(w[expert].detach()).float())
         out[0][expert] = fp4.pack(codes)
@@ -97,22 +98,15 @@ def plain_scales(scales: Tensor, planes: int, rows: int, width: int) -> Tensor:
 
 
 def from_checkpoint(
-    name: str, packed: Tensor, scales: Tensor, planes: int, interleaved: bool
+    name: str, packed: Tensor, scales: Tensor, planes: int = 1, interleaved: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Return (packed, arranged scales) of one matrix as checkpoints have it; `packed` is a view, nothing is copied.
 
     As fp4.read_checkpoint. Raises ArgumentError for other shapes and dtypes, and for scales whose numbers bf16 does not
     have.
     """
-    packed, scales = fp4.read_checkpoint(
-        name,
-        packed,
-        scales,
-        group=MXFP4_GROUP,
-        dtypes=_SCALES,
-        planes=planes,
-        interleaved=interleaved,
-    )
+    given = name, packed, scales, MXFP4_GROUP, _SCALES
+    packed, scales = fp4.read_checkpoint(*given, planes=planes, interleaved=interleaved)
     if scales.numel() > 0 and int(scales.max()) > 2 * BIAS - LARGEST_EXPONENT:
         raise ArgumentError(
             f"{name}_scale", int(scales.max()), f"at most {2 * BIAS - LARGEST_EXPONENT}"

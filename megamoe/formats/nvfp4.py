@@ -15,6 +15,7 @@ from megamoe.core.errors import ArgumentError
 from megamoe.core.planes import by_plane, rows_of
 from megamoe.core.table import FP4_HEADER, NVFP4, NVFP4_GROUP, SCALE_GROUP
 from megamoe.formats import fp4
+from megamoe.formats.quantized import memory_of
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX, E2M1_MAX = 448.0, 6.0
@@ -54,7 +55,7 @@ def quantize_nvfp4(
     out: both, to write into. Raises ArgumentError where 32 does not divide K.
     """
     w = by_plane(w, planes)
-    out = fp4.memory_of(w, NVFP4) if out is None else out
+    out = memory_of(w, NVFP4) if out is None else out
     for expert in range(w.shape[0]):  # one by one: fp32 copies of all experts would be large
         codes, scales, outer = _encode(w[expert].detach().float())
         out[0][expert] = fp4.pack(codes)
@@ -108,26 +109,23 @@ def from_checkpoint(
     scales: Tensor,
     outer: Tensor,
     *,
-    planes: int,
-    interleaved: bool,
     inverse: bool,
+    planes: int = 1,
+    interleaved: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return (packed, arranged scales) of one matrix as checkpoints have it; `packed` is a view, nothing is copied.
 
     As fp4.read_checkpoint, scales e4m3 or their bytes. outer: [L] or [L, P], fp32; inverse: divided by, not multiplied.
     Raises ArgumentError for other shapes and dtypes, NaN scales, and an outer scale that is negative or not finite.
     """
-    packed, scales = fp4.read_checkpoint(
-        name, packed, scales, group=NVFP4_GROUP, dtypes=(E4M3, torch.uint8), planes=planes,
-        interleaved=interleaved,
-    )  # fmt: skip
+    given = name, packed, scales, NVFP4_GROUP, (E4M3, torch.uint8)
+    packed, scales = fp4.read_checkpoint(*given, planes=planes, interleaved=interleaved)
     nan = (scales & NAN_SCALE) == NAN_SCALE
     if bool(nan.any()):
         where = nan.nonzero()[0].tolist()
         raise ArgumentError(f"{name}_scale", f"NaN at {where}", "e4m3 numbers")
-    return packed, arrange_scales(
-        scales, _outer(f"outer of {name}", outer, len(packed), planes, inverse), planes
-    )
+    of_planes = _outer(f"outer of {name}", outer, len(packed), planes, inverse)
+    return packed, arrange_scales(scales, of_planes, planes)
 
 
 def _outer(name: str, outer: Tensor, num: int, planes: int, inverse: bool) -> Tensor:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megamoe.core.errors import ArgumentError, ConfigError
+from megamoe.core.errors import ConfigError
 from megamoe.core.planes import by_plane, rows_of
 from megamoe.core.table import (
     BF16,
@@ -29,6 +29,7 @@ from megamoe.core.table import (
 )
 from megamoe.formats.mxfp4 import dequantize_mxfp4, quantize_mxfp4
 from megamoe.formats.nvfp4 import dequantize_nvfp4, quantize_nvfp4
+from megamoe.formats.quantized import memory_of
 
 E4M3, E4M3_MAX = E4M3_ROWS.dtype, E4M3_ROWS.largest
 MIN_AMAX = 1e-10
@@ -110,13 +111,8 @@ def quantize_channels(
     w: [L, P*I, K] or [L, P, I, K], of any strides -> (q [L, P*I, K] e4m3, scale [L, P*I, 1] fp32). out: (q, scale) to
     write into.
     """
-    num, height, width = stored_shape(w)
-    if out is None:
-        q = torch.empty((num, height, width), dtype=E4M3, device=w.device)
-        scale = torch.empty((num, height, 1), dtype=torch.float32, device=w.device)
-    else:
-        q, scale = out
-    for expert in range(num):  # one by one: the fp32 copy of all experts would be large
+    q, scale = memory_of(by_plane(w, planes), E4M3_CHANNELS) if out is None else out
+    for expert in range(len(w)):  # one by one: the fp32 copy of all experts would be large
         q[expert], scale[expert] = quantize_tokens(rows_of(w[expert].detach()))
     return q, scale
 
@@ -129,15 +125,6 @@ def dequantize_channels(
     for expert in range(len(q)):
         out[expert] = dequantize_tokens(rows_of(q[expert]), scale[expert])
     return out
-
-
-def _pad_planes(w: Tensor, planes: int) -> Tensor:
-    """w: [P*I, K] -> fp32 [P, ceil(I/128), 128, ceil(K/128), 128], zero padded."""
-    rows, width = w.shape[0] // planes, w.shape[1]
-    n, k = num_groups(rows), num_groups(width)
-    v = w.float().reshape(planes, rows, width)
-    v = torch.nn.functional.pad(v, (0, k * GROUP - width, 0, n * GROUP - rows))
-    return v.reshape(planes, n, GROUP, k, GROUP)
 
 
 def stored_shape(w: Tensor, stored: Format = E4M3_BLOCKS) -> tuple[int, int, int]:
@@ -155,22 +142,16 @@ def quantize_blockwise(
     planes: 2 for the w13 of a gated activation (gate rows, then up rows), else 1.
     out: (q, scale) to write into.
     """
-    num, height, width = stored_shape(w)
-    if height % planes:
-        raise ArgumentError("w.shape[1]", height, f"a multiple of planes = {planes}")
-    rows = height // planes
-    scale_shape = (num, planes * num_groups(rows), num_groups(width))
-    if out is None:
-        q = torch.empty((num, height, width), dtype=E4M3, device=w.device)
-        scale = torch.empty(scale_shape, dtype=torch.float32, device=w.device)
-    else:
-        q, scale = out
-    for expert in range(num):  # one by one: the padded fp32 copy of all experts would be large
-        padded = _pad_planes(rows_of(w[expert].detach()), planes)
-        q_e, scale_e = _quantize(padded, dims=(2, 4))
-        q_e = q_e.reshape(planes, num_groups(rows) * GROUP, -1)
-        q[expert] = q_e[:, :rows, :width].reshape(height, width)
-        scale[expert] = scale_e.reshape(scale_shape[1:])
+    w = by_plane(w, planes)
+    q, scale = memory_of(w, E4M3_BLOCKS) if out is None else out
+    rows, width = w.shape[2:]
+    n, k = num_groups(rows), num_groups(width)
+    for expert in range(len(w)):  # one by one: the padded fp32 copy of all experts would be large
+        edges = 0, k * GROUP - width, 0, n * GROUP - rows
+        padded = torch.nn.functional.pad(w[expert].detach().float(), edges)
+        q_e, scale_e = _quantize(padded.unflatten(2, (k, GROUP)).unflatten(1, (n, GROUP)), (2, 4))
+        q[expert] = q_e.flatten(3, 4).flatten(1, 2)[:, :rows, :width].flatten(0, 1)
+        scale[expert] = scale_e.reshape(scale.shape[1:])
     return q, scale
 
 

@@ -1,4 +1,4 @@
-"""Carry rows of x that the caller has quantized, and keep the dtype of quantized weights when a module is moved."""
+"""Carry rows of x that the caller has quantized; allocate quantized weights, and keep their dtype in moved modules."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
+
+from megamoe.core.errors import ArgumentError
+from megamoe.core.table import Format
 
 
 @final
@@ -35,6 +38,20 @@ class QuantizedRows(NamedTuple):
         """Return the rows of some tokens. It indexes bytes, since e4m3 cannot be indexed on every device."""
         q = self.q.view(torch.uint8)[tokens].view(self.q.dtype)
         return QuantizedRows(q, self.scale[tokens])
+
+
+def memory_of(w: Tensor, stored: Format) -> tuple[Tensor, Tensor]:
+    """Allocate memory for weights w [L, P, I, K] in a format: the numbers, [L, P*I, K] unless packed, and scales.
+
+    Raises ArgumentError if the format cannot pack rows of K numbers.
+    """
+    num, planes, rows, width = w.shape
+    if stored.packed > 1 and width % stored.multiple:
+        raise ArgumentError("w.shape[-1]", width, f"a multiple of {stored.multiple}")
+    blocks, *of_block = stored.scale_shape(rows, width)
+    numbers = w.new_empty((num, planes * rows, stored.width(width)), dtype=stored.dtype)
+    scale = w.new_empty((num, planes * blocks, *of_block), dtype=stored.scale_dtype)
+    return numbers, scale
 
 
 def keeping(

@@ -117,10 +117,10 @@ class ExpertWeights:
         Raises:
             ArgumentError: A shape or dtype is wrong, or a scale is NaN or above 2^125.
         """
-        planes13, s13 = mxfp4.from_checkpoint("w13", w13, w13_scale, planes, interleaved)
-        planes2, s2 = mxfp4.from_checkpoint("w2", w2, w2_scale, 1, False)
-        w13 = by_plane(planes13, planes)  # scales fit these planes alone, and layers look at them
-        return cls(w13, planes2, *read_biases(biases, planes, interleaved), s13, s2)
+        w13, s13 = mxfp4.from_checkpoint("w13", w13, w13_scale, planes, interleaved)
+        w2, s2 = mxfp4.from_checkpoint("w2", w2, w2_scale)
+        w13 = by_plane(w13, planes)  # scales fit these planes alone, and layers look at them
+        return cls(w13, w2, *read_biases(biases, planes, interleaved), s13, s2)
 
     @classmethod
     def from_nvfp4(
@@ -160,16 +160,9 @@ class ExpertWeights:
         for name, pair in (("scales", scales), ("outer", outer)):
             if not isinstance(pair, (tuple, list)) or len(pair) != 2:
                 raise ArgumentError(name, type(pair).__name__, "a pair: of w13, of w2")
-        made = [
-            nvfp4.from_checkpoint(
-                *(name, w, scale, of_matrix), planes=p, interleaved=transposed, inverse=inverse
-            )
-            for name, w, scale, of_matrix, p, transposed in (
-                ("w13", w13, scales[0], outer[0], planes, interleaved),
-                ("w2", w2, scales[1], outer[1], 1, False),
-            )
-        ]
-        (w13, s13), (w2, s2) = made
+        lies: Any = {"planes": planes, "interleaved": interleaved}
+        w13, s13 = nvfp4.from_checkpoint("w13", w13, scales[0], outer[0], inverse=inverse, **lies)
+        w2, s2 = nvfp4.from_checkpoint("w2", w2, scales[1], outer[1], inverse=inverse)
         w13 = by_plane(w13, planes)  # scales fit these planes alone, and layers look at them
         return cls(w13, w2, *read_biases(biases, planes, interleaved), s13, s2)
 

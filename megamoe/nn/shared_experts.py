@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -240,7 +241,7 @@ class SharedExperts:
         problem, device = self.problem, routed.w13.device
         of = replace(problem, num_experts=self.routed_problem.num_experts)
         routed.validate(of, device, masters=True)
-        made = {}
+        cut, made = methodcaller("split", (len(routed.w13), self.count)), {}
         for name, mine in routed.named().items():
             given = theirs = getattr(shared, name)
             shape = self.count, *mine.shape[1:]
@@ -251,7 +252,8 @@ class SharedExperts:
                 theirs = theirs.flatten(1, 2)
             check_tensor(f"shared.{name}", theirs, shape, mine.dtype, device, contiguous=False)
             adds = accumulate_into_main_grad and name in main_grad.NAMES
-            whole = _joined(mine, theirs, (mine, given) if adds else None)
+            adds_to = (mine, given) if adds else None
+            whole = main_grad.joined((mine, theirs), _as_one, cut, _copied, adds_to)
             wanted = mine.requires_grad or theirs.requires_grad
             made[name] = made_of(whole, (mine, theirs), trains=wanted)
         for name in shared.named().keys() - made.keys():
@@ -278,17 +280,17 @@ def _apart(name: str, theirs: Any, mine: Tensor, planes: int) -> bool:
     return theirs.dim() == mine.dim() + 1 and theirs.shape[1] == planes
 
 
-def _joined(routed: Tensor, shared: Tensor, adds_to: tuple[Any, Any] | None) -> Tensor:
-    """adds_to: whose main_grad gradients are added to."""
-    sizes = len(routed), len(shared)
-    parts, cut = (routed, shared), lambda whole: whole.split(sizes)
-    return main_grad.joined(parts, _as_one, cut, _copied, adds_to)
-
-
 def _as_one(parts: Sequence[Tensor]) -> Tensor | None:
     """Return rows of two adjacent tensors as one view, or None."""
     routed, shared = parts
-    if torch.compiler.is_compiling() or not _lies_behind(routed, shared):
+    if (
+        torch.compiler.is_compiling()
+        or routed.untyped_storage().data_ptr() != shared.untyped_storage().data_ptr()
+        or not len(routed)
+        or routed.stride() != shared.stride()
+        or shared.storage_offset() != routed.storage_offset() + len(routed) * routed.stride(0)
+        or routed.is_inference() != shared.is_inference()
+    ):
         return None
     shape = len(routed) + len(shared), *routed.shape[1:]
     return routed.detach().as_strided(shape, routed.stride())
@@ -298,12 +300,3 @@ def _copied(parts: Sequence[Tensor]) -> Tensor:
     """Concatenate as integers: torch.cat lacks e4m3 on some devices, and autocast to fp16 casts bf16."""
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[parts[0].element_size()]
     return torch.cat([t.view(bits) for t in parts]).view(parts[0].dtype)
-
-
-def _lies_behind(routed: Tensor, shared: Tensor) -> bool:
-    if routed.untyped_storage().data_ptr() != shared.untyped_storage().data_ptr():
-        return False
-    if not len(routed) or routed.stride() != shared.stride():
-        return False
-    end = routed.storage_offset() + len(routed) * routed.stride(0)
-    return shared.storage_offset() == end and routed.is_inference() == shared.is_inference()
