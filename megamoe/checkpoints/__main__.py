@@ -10,13 +10,6 @@ from megamoe.checkpoints.layouts import LAYOUTS
 from megamoe.core.errors import MegaMoEError
 
 
-def _gigabytes(text: str) -> float:
-    value = float(text)
-    if not 0 < value < 1e9:
-        raise argparse.ArgumentTypeError(f"{text} is no size")
-    return value
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Run the command. Return 1 if the checkpoint is rejected or an error occurs."""
     parser = argparse.ArgumentParser(prog="python -m megamoe.checkpoints", description=__doc__)
@@ -27,7 +20,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--from", dest="source_layout", choices=LAYOUTS, help=said)
     said = "leave out calibrated input scales: layers give each token its own"
     parser.add_argument("--dynamic-activations", action="store_true", help=said)
-    parser.add_argument("--shard-gb", type=_gigabytes, default=5.0, help="size of a file at most")
+    parser.add_argument("--shard-gb", type=float, default=5.0, help="size of a file at most")
     chosen = parser.parse_args(arguments)
     try:
         done = convert(

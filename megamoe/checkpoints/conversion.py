@@ -81,7 +81,9 @@ def convert(
         total = sum(output.num_bytes for output in outputs)
         with finished_at_once(target, total) as folder, _bar(total, progress) as written:
             for path in sorted(source.iterdir()):
-                if _is_beside(path):
+                # Another index is not copied, because its files are not.
+                beside = path.suffix in _BESIDE and not path.name.endswith(".index.json")
+                if beside and path.is_file():
                     shutil.copyfile(path, folder / path.name)
             write(folder, outputs, shard_bytes, written)
     return [
@@ -89,11 +91,6 @@ def convert(
         f"{'gated' if m.gated else 'not gated'}, {', '.join(sorted(m.kinds))}"
         for m in modules
     ]
-
-
-def _is_beside(path: Path) -> bool:
-    """Return True if the file is copied. Another index is not, because its files are not."""
-    return path.suffix in _BESIDE and not path.name.endswith(".index.json") and path.is_file()
 
 
 def _config(path: Path) -> dict[str, Any]:
@@ -133,7 +130,7 @@ def _outputs(source: Source, modules: list[Experts], layout: Layout) -> list[Out
     for name in source.names:
         module = module_of.get(name)
         if module is None:
-            read = partial(_whole, source, name)
+            read = partial(map, source.tensor, [name])
             found = [Output(name, source.dtype(name), source.shape(name), read)]
         elif module.prefix in done:
             continue
@@ -148,7 +145,8 @@ def _outputs(source: Source, modules: list[Experts], layout: Layout) -> list[Out
 
 
 def _of_module(experts: Experts, layout: Layout) -> Iterator[Output]:
-    _check_fits(experts, layout)
+    if (expected := _wanted(experts, layout)) is not None:
+        raise ArgumentError("to", layout.name, f"one {expected}")
     for entry, parts in experts.entries(layout):
         shape = experts.shape(layout, entry, parts)
         dtype = layout.types.get(entry.kind, experts.dtypes[entry.kind, parts[0]])
@@ -159,34 +157,26 @@ def _of_module(experts: Experts, layout: Layout) -> Iterator[Output]:
             yield Output(name, dtype, shape, read)
 
 
-def _check_fits(experts: Experts, layout: Layout) -> None:
-    """Raise ArgumentError if the layout has no place for a tensor, or needs one that does not exist."""
+def _wanted(experts: Experts, layout: Layout) -> str | None:
+    """Return which layout is wanted instead of one without a place for a tensor, or that needs another; None: this."""
     if layout.alike:
-        expected = f"one with a scale of each row, or each block: {layout.name} is only read"
-        raise ArgumentError("to", layout.name, expected)
+        return f"with a scale of each row, or each block: {layout.name} is only read"
     if not experts.prefix.endswith(layout.behind):
-        raise ArgumentError("to", layout.name, f"one with a place for {experts}")
-    for kind in sorted(experts.kinds - layout.kinds - {"rows"}):
-        places = ", ".join(name for name, other in LAYOUTS.items() if kind in other.kinds)
-        expected = f"one with a place for {_WORDS[kind]} of {experts}: {places}"
-        raise ArgumentError("to", layout.name, expected)
+        return f"with a place for {experts}"
+    if left := sorted(experts.kinds - layout.kinds - {"rows"}):
+        places = ", ".join(name for name, other in LAYOUTS.items() if left[0] in other.kinds)
+        return f"with a place for {_WORDS[left[0]]} of {experts}: {places}"
     for kind in layout.needs:
         if kind not in experts.kinds:
-            expected = f"one without {_WORDS[kind]}, as {experts} has none"
-            raise ArgumentError("to", layout.name, expected)
+            return f"without {_WORDS[kind]}, as {experts} has none"
     entries = experts.entries(layout)
     if "up" not in {part for _, parts in entries for part in parts}:
-        raise ArgumentError(
-            "to", layout.name, f"one with a place for experts without gates: {experts}"
-        )
+        return f"with a place for experts without gates: {experts}"
     for entry, parts in entries:
         dtypes = {part: experts.dtypes[entry.kind, part] for part in parts}
         if len(set(dtypes.values())) > 1:
-            raise ArgumentError("to", layout.name, f"one that does not join {dtypes} of {experts}")
-
-
-def _whole(source: Source, name: str) -> Iterator[Tensor]:
-    yield source.tensor(name)
+            return f"that does not join {dtypes} of {experts}"
+    return None
 
 
 def _of_experts(

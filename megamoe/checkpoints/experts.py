@@ -209,7 +209,11 @@ def find(source: Source, stated: str | None, model_type: str | None) -> list[Exp
     for prefix, claims in _claims(source).items():
         modules.append(_module(source, prefix, claims, stated, model_type))
     claimed = {name for module in modules for name in module.names.values()}
-    unknown = [n for n in source.names if n not in claimed and _looks_like_experts(n)]
+    unknown = [
+        name
+        for name in source.names
+        if name not in claimed and {"experts", "local_experts"} & {*name.split(".")}
+    ]
     if unknown:
         raise ArgumentError("layout", _seen(source, unknown), f"one of {', '.join(LAYOUTS)}")
     if not modules:
@@ -217,10 +221,6 @@ def find(source: Source, stated: str | None, model_type: str | None) -> list[Exp
     for module in modules:
         module.measure()
     return modules
-
-
-def _looks_like_experts(name: str) -> bool:
-    return not {"experts", "local_experts"}.isdisjoint(name.split("."))
 
 
 def _module(

@@ -169,14 +169,9 @@ class Place:
             return held
         from torch.distributed.tensor import DTensor
 
-        return DTensor.from_local(
-            held.contiguous(),
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
+        placed = parameter.device_mesh, parameter.placements
+        whole: Any = {"shape": parameter.shape, "stride": parameter.stride()}
+        return DTensor.from_local(held.contiguous(), *placed, run_check=False, **whole)
 
 
 def write(place: Place, state_dict: dict[str, Any], prefix: str, names: Iterable[str]) -> None:

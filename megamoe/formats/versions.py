@@ -121,10 +121,8 @@ def same_storages(kept: list[StorageWeakRef], w: Tensor) -> bool:
 
 def trained(w: Tensor) -> bool:
     """Return True if a gradient of w, or of its sources, may be requested."""
-    if w.requires_grad:
-        return True
     origin = origin_of(w)
-    return origin is not None and origin.trains
+    return w.requires_grad or (origin is not None and origin.trains)
 
 
 def uncounted(version: Version) -> bool:

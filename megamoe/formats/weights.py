@@ -201,11 +201,14 @@ class ExpertWeights:
                 if name.endswith("_scale"):
                     hint = f" (precision {problem.precision!r}: see ExpertWeights.quantized)"
                 raise ArgumentError(f"weights.{name}", None, f"{dtype} {list(shape)}{hint}")
-            device = device or self.w13.device
-            if name in STRIDED:
-                _check_strided(f"weights.{name}", have[name], shape, dtype, device, problem)
-            else:
-                check_tensor(f"weights.{name}", have[name], shape, dtype, device)
+            value, device = have[name], device or self.w13.device
+            if name in ("w13", "b13") and isinstance(value, Tensor) and value.dim() > len(shape):
+                planes = problem.activation.planes  # apart
+                shape = shape[0], planes, shape[1] // planes, *shape[2:]
+            contiguous = name not in ("w13", "w2", "b13")
+            check_tensor(f"weights.{name}", value, shape, dtype, device, contiguous=contiguous)
+            if name in ("w13", "w2"):
+                check_strides(f"weights.{name}", value)
         for name in have.keys() - expected.keys():
             raise ArgumentError(f"weights.{name}", "given", f"None for {_kind(problem)}")
 
@@ -357,28 +360,6 @@ def expected_weights(
         table["w13_scale"] = ((num, planes * blocks, *further), stored.scale_dtype)
         table["w2_scale"] = ((num, *stored.scale_shape(h, i)), stored.scale_dtype)
     return table
-
-
-STRIDED = ("w13", "w2", "b13")  # need not be contiguous
-
-
-def _check_strided(
-    name: str,
-    value: object,
-    shape: tuple[int, ...],
-    dtype: torch.dtype | tuple[torch.dtype, ...],
-    device: torch.device,
-    problem: Problem,
-) -> None:
-    """Do what check_tensor() does, for tensors that may be strided; w13 and b13 may also be split into planes."""
-    planes = problem.activation.planes
-    num, rows, *width = shape
-    apart = (num, planes, rows // planes, *width)
-    if not name.endswith("w2") and isinstance(value, Tensor) and value.dim() == len(apart):
-        shape = apart
-    check_tensor(name, value, shape, dtype, device, contiguous=False)
-    if width and isinstance(value, Tensor):
-        check_strides(name, value)
 
 
 def check_experts(name: str, value: object) -> None:

@@ -90,14 +90,14 @@ class Layer:
             made = problem(self.group) if callable(problem) else problem
             chosen = Options.of(options, given)
             check_options(made, ranks, chosen.of_backend())
-            if chosen.delay_wgrad not in (False, True, "keep"):
-                expected = "False, True or 'keep'"
-                raise ConfigError("delay_wgrad", repr(chosen.delay_wgrad), expected)
-            if chosen.gathers not in ("masters", *["e4m3"] * (made.formats.w == E4M3_BLOCKS)):
-                expected = "'masters', or 'e4m3' with precision 'fp8'"
-                raise ConfigError("gathers", repr(chosen.gathers), expected)
-            if chosen.transposes not in ("kept", "made"):
-                raise ConfigError("transposes", repr(chosen.transposes), "'kept' or 'made'")
+            gathers = ("masters", "e4m3") if made.formats.w == E4M3_BLOCKS else ("masters",)
+            for name, known, expected in (
+                ("delay_wgrad", (False, True, "keep"), "False, True or 'keep'"),
+                ("gathers", gathers, "'masters', or 'e4m3' with precision 'fp8'"),
+                ("transposes", ("kept", "made"), "'kept' or 'made'"),
+            ):
+                if (value := getattr(chosen, name)) not in known:
+                    raise ConfigError(name, repr(value), expected)
             if chosen.placement is not self.placement:
                 raise ConfigError("placement", "given", "None: such a Layer is a PlacedLayer")
             factor, on_input = Weighting.of(made, chosen)
@@ -522,7 +522,7 @@ class Layer:
             destroyed = "the process group of a layer was destroyed: close() layers before destroy_process_group()"
             raise MegaMoEError(destroyed) from error
         self._runtime = None
-        self._signatures.clear()
+        self._signatures = Signatures()
         if self._delayed is not None and len(self._delayed):
             waiting = len(self._delayed)
             self._delayed.forget(waiting)

@@ -115,10 +115,6 @@ class Signatures:
         self._of[made.shape] = [made, *before[: OF_A_SHAPE - 1]]
         return made
 
-    def clear(self) -> None:
-        """Forget all."""
-        self._of.clear()
-
 
 def _places(weights: Iterable[Tensor | None]) -> tuple[int, ...]:
     return tuple([t.data_ptr() for t in weights if t is not None])
