@@ -323,7 +323,9 @@ def _built_in_order(build: Callable[[Any], None]) -> Callable[[Any], None]:
         _check_formula(experts)
         plain = experts.w13_weight.data
         build(experts)
-        if not torch.equal(_bytes(experts.w13_weight.data), _bytes(_interleaved(plain))):
+        turned = plain.unflatten(1, (2, -1, _ROWS)).transpose(1, 2).flatten(1, 3)
+        pair = (w.contiguous().view(torch.uint8) for w in (turned, experts.w13_weight.data))
+        if not torch.equal(*pair):  # bytes, by which NaN equals itself
             expected = f"gate and up by {_ROWS} rows in turn, as of 0.5.23"
             raise ConfigError("SGLang's w13", "in an order that is not known", expected)
         experts.w13_weight.data = plain
@@ -409,16 +411,6 @@ def _check_formula(experts: Any) -> None:
     config = experts.moe_runner_config
     for name, value in _COMPUTED.items():
         _check(f"moe_runner_config.{name}", getattr(config, name), value)
-
-
-def _interleaved(w13: Tensor) -> Tensor:
-    """[L, 2I, H] -> [L, 2I, H], gate and up by 8 rows in turn."""
-    return w13.unflatten(1, (2, -1, _ROWS)).transpose(1, 2).flatten(1, 3)
-
-
-def _bytes(w13: Tensor) -> Tensor:
-    """NaN in e4m3 equals itself by its bytes."""
-    return w13.contiguous().view(torch.uint8)
 
 
 def _check(name: str, value: Any, expected: Any) -> None:

@@ -113,8 +113,9 @@ class Experts:
         if getattr(module, "_is_expert_parallel", False):
             expected = f'all experts on one rank, or ep_implementation="{NAME}"'
             raise ConfigError("experts", f"{type(module).__name__} over several ranks", expected)
-        weights, layer = weights_of(module, self._masters), _with_lora(module)
-        layer = layer or self._layer(module, weights, top_k_index.shape[-1], None)
+        weights, top_k = weights_of(module, self._masters), top_k_index.shape[-1]
+        layer = _with_lora(module) or self._made(module, weights.w2.device, top_k)
+        layer = layer or self._make(module, weights, top_k, None)
         x = hidden_states.to(torch.bfloat16)
         calls = (t.split(self._max_tokens) for t in (x, top_k_index, top_k_weights))
         parts = [layer(rows, ids, s, weights) for rows, ids, s in zip(*calls, strict=True)]
@@ -142,7 +143,7 @@ class Experts:
             known = self._made(module, top_k_index.device, top_k)
             with together(known, group):
                 weights = weights_of(module, self._masters)
-            layer = known or self._layer(module, weights, top_k, group)
+            layer = known or self._make(module, weights, top_k, group)
             x, ids, scores = hidden_states.to(torch.bfloat16), top_k_index, top_k_weights
             if tp_mesh.size() > 1:
                 x, ids, scores = (_slice(t, tp_mesh) for t in (x, ids, scores))
@@ -176,10 +177,6 @@ class Experts:
         self._spread.clear()
         self._windows.clear()
         arranged.clear()
-
-    def _layer(self, module: Any, weights: ExpertWeights, top_k: int, group: Any) -> LibraryLayer:
-        device = weights.w2.device
-        return self._made(module, device, top_k) or self._make(module, weights, top_k, group)
 
     def _made(self, module: Any, device: torch.device, top_k: int) -> LibraryLayer | None:
         """Return the existing layer, or None if the activation has changed: then all ranks replace it."""
