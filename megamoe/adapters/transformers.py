@@ -282,17 +282,16 @@ def find_experts(model: nn.Module) -> tuple[list[str], list[str]]:
     """
     taken, left = [], []
     for name, module in model.named_modules():
-        if hasattr(
-            module, "_is_expert_parallel"
-        ):  # set by transformers' use_experts_implementation()
+        # Set by transformers' use_experts_implementation().
+        if hasattr(module, "_is_expert_parallel"):
             taken.append(name)
         elif sum(p.dim() == 3 for p in module.parameters(recurse=False)) > 1:
             left.append(name)
     if left:
-        message = (
-            "%d modules of experts ignore experts_implementation and run in their own code: %s"
+        logging.getLogger("megamoe").warning(
+            "%d modules of experts ignore experts_implementation and run in their own code: %s",
+            *(len(left), ", ".join(left[:4])),
         )
-        logging.getLogger("megamoe").warning(message, len(left), ", ".join(left[:4]))
     return taken, left
 
 

@@ -181,7 +181,7 @@ class Layer:
                 if not (known.requires_grad and torch.is_grad_enabled()):
                     return self._launch(known, *call)
                 if known.trains and call[-1] is None:
-                    return self._record(known, Inputs.of(*call[:-1]), call[3])
+                    return self._record(known, Inputs.of(*call[:-1]))
             return self._checked(*call)
         except Exception as error:
             self.together().tell(error)
@@ -219,7 +219,7 @@ class Layer:
             return out
         return y if whole else y.view(known.shape)
 
-    def _record(self, known: Signature | None, inputs: Inputs, weights: ExpertWeights) -> Tensor:
+    def _record(self, known: Signature | None, inputs: Inputs) -> Tensor:
         """Make a validated call and record its gradients. known: None if something observes the operators."""
         runtime = self._runtime
         assert runtime is not None
@@ -227,7 +227,7 @@ class Layer:
             inputs = self._adjusted(inputs)
         if known is None and not self._elsewhere:
             return apply(inputs, runtime.handle, runtime.state_bytes, keep=True)
-        further = weights, self.accumulate_into_main_grad, self._delayed, known
+        further = inputs.weights, self.accumulate_into_main_grad, self._delayed, known
         how = RecordOptions(runtime.handle, runtime.state_bytes, *further)
         return self._uncompiled(inputs, how) if self._elsewhere else record(inputs, how)
 
@@ -260,7 +260,7 @@ class Layer:
         if self._runtime is None:
             self._open(weights, "a first call")
         if not all(type(t) in _PLAIN for t in tensors) or watched():
-            return self._apply(inputs, weights, out, recording)
+            return self._apply(inputs, out, recording)
         call = *inputs[:3], weights, inputs.num_tokens_device, inputs.x_scale, out
         known = self._signatures.find(*call)
         if known is None:
@@ -268,7 +268,7 @@ class Layer:
             trains = self._no_gradients is None and inputs.x_scale is None and saved
             trains = trains and not self._frozen(inputs)
             known = self._signatures.add(Signature(inputs, out, trains))
-        return self._record(known, inputs, weights) if recording else self._launch(known, *call)
+        return self._record(known, inputs) if recording else self._launch(known, *call)
 
     def _traced(self, *call: Any) -> Tensor:
         """Trace a call for torch.compile. Its operator validates it when the graph runs, so that all ranks raise."""
@@ -280,14 +280,12 @@ class Layer:
         for name, t in inputs.named():
             if t.device != weights.w13.device:  # the operator would not run at all
                 raise ArgumentError(f"{name}.device", t.device, f"{weights.w13.device}")
-        return self._apply(inputs, weights, out, self._recording(inputs, out))
+        return self._apply(inputs, out, self._recording(inputs, out))
 
-    def _apply(
-        self, inputs: Inputs, weights: ExpertWeights, out: Tensor | None, recording: bool
-    ) -> Tensor:
+    def _apply(self, inputs: Inputs, out: Tensor | None, recording: bool) -> Tensor:
         """Call the layer by its operator, for who compiles or watches."""
         if recording:
-            return self._record(None, inputs, weights)
+            return self._record(None, inputs)
         y = apply(self._adjusted(inputs), self.handle)
         return y if out is None else out.copy_(y)
 
