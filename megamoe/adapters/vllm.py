@@ -83,10 +83,8 @@ def install(*, backend: str = "auto", **options: Any) -> Installed:
         (modelopt, "nvfp4", _select(NvFp4MoeBackend.EMULATION)),
         (compressed_nvfp4, "nvfp4", _select(NvFp4MoeBackend.EMULATION)),
     ):
-        name, make = (
-            f"select_{kind}_moe_backend",
-            f"make_{kind.removeprefix('deepseek_v4_')}_moe_kernel",
-        )
+        name = f"select_{kind}_moe_backend"
+        make = f"make_{kind.removeprefix('deepseek_v4_')}_moe_kernel"
         _, theirs = (found("vLLM 0.33", module, each) for each in (name, make))
         new += [(module, name, select), (module, make, _make(theirs))]
     _patches.put(made, new)

@@ -66,15 +66,12 @@ class Experts:
         """Read one part of one expert."""
         for entry, parts in self.entries(self.layout):
             if entry.kind == kind and part in parts:
-                whole = self._read(entry, expert)
+                name = self.names[entry, expert if entry.of_each else None]
+                whole = self.source.tensor(name, None if entry.of_each else expert)
+                whole = whole.view(torch.uint8) if kind in ("codes", "powers") else whole
                 split = self.layout.split(whole, kind, len(parts), *self._of_part(part))
                 return split[parts.index(part)]
         raise KeyError((kind, part))
-
-    def _read(self, entry: Entry, expert: int) -> Tensor:
-        name = self.names[entry, expert if entry.of_each else None]
-        found = self.source.tensor(name, None if entry.of_each else expert)
-        return found.view(torch.uint8) if entry.kind in ("codes", "powers") else found
 
     def measure(self) -> None:
         """Find out the sizes. Raises ArgumentError unless every tensor is there and fits the others."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megamoe.checkpoints.files import Source, folder_of
+from megamoe.checkpoints.layouts import HF, MIXTRAL
 from megamoe.core.errors import ArgumentError
 
 # Behind a projection's name: numbers, a scale for 16 of them, one for the matrix, and whether that divides.
@@ -17,7 +18,7 @@ _WRITERS = (
     ("weight", "weight_scale", "weight_scale_2", False),  # ModelOpt
     ("weight_packed", "weight_scale", "weight_global_scale", True),  # compressed-tensors
 )
-_PROJECTIONS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
+_PROJECTIONS = HF.split(), MIXTRAL.split()
 _DTYPES = (("U8",), ("F8_E4M3",), ("F32",))
 _LEFT = ("input_scale", "input_global_scale")  # of activations, which stay bf16
 

@@ -89,7 +89,10 @@ def check_recipes(
     stays beside it, is right for. dynamic_activations: rows that had one scale for all tokens are taken.
     """
     for experts in modules:
-        _check_rows(experts, dynamic_activations)
+        rows = [name for (entry, _), name in experts.names.items() if entry.kind == "rows"]
+        if rows and not dynamic_activations:
+            expected = "no calibrated one, or dynamic_activations (--dynamic-activations)"
+            _refuse(f"tensor {rows[0]!r}", "there", expected, experts)
         found = _recipes(files[CONFIG], _IN_VISION.search(experts.prefix) is not None)
         recipes = [(f"{folder / CONFIG}: {place}", recipe) for place, recipe in found]
         if beside := files[MODELOPT]:
@@ -103,13 +106,6 @@ def check_recipes(
                 _check_transposed(name, recipe, case)
                 if case.arrangement is not None:
                     _check(name, recipe, case, case.arrangement)
-
-
-def _check_rows(experts: Experts, dynamic_activations: bool) -> None:
-    for (entry, _), name in experts.names.items():
-        if entry.kind == "rows" and not dynamic_activations:
-            expected = "no calibrated one, or dynamic_activations (--dynamic-activations)"
-            _refuse(f"tensor {name!r}", "there", expected, experts)
 
 
 def _recipes(config: dict[str, Any], vision: bool, place: str = "") -> Iterator[tuple[str, Any]]:

@@ -107,8 +107,7 @@ def from_checkpoint(
     """
     given = name, packed, scales, MXFP4_GROUP, _SCALES
     packed, scales = fp4.read_checkpoint(*given, planes=planes, interleaved=interleaved)
-    if scales.numel() > 0 and int(scales.max()) > 2 * BIAS - LARGEST_EXPONENT:
-        raise ArgumentError(
-            f"{name}_scale", int(scales.max()), f"at most {2 * BIAS - LARGEST_EXPONENT}"
-        )
+    most = 2 * BIAS - LARGEST_EXPONENT
+    if scales.numel() > 0 and int(scales.max()) > most:
+        raise ArgumentError(f"{name}_scale", int(scales.max()), f"at most {most}")
     return packed, arrange_scales(scales, planes)
