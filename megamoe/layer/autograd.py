@@ -96,6 +96,10 @@ class _Call(torch.autograd.Function):
             return None, None, grads.x, None, *grads[1:], *[None] * 4
 
 
+# Function.apply() without its look at each argument for a dead tensor of torch.func: a known call has none.
+_apply_known: Any = super(torch.autograd.Function, _Call).apply
+
+
 def _needs(ctx: Any) -> Needs:
     of_x, _, *others = ctx.needs_input_grad[2:]
     return Needs(of_x, *others[: len(Needs._fields) - 1])
@@ -180,11 +184,11 @@ def refuse_tangents(tensors: Any) -> None:
 
 def record(inputs: Inputs, how: RecordOptions) -> Tensor:
     """Call the layer, whose gradients are recorded. inputs: checked."""
+    anchor = None
     if how.delayed is not None:
         # The weights are no inputs of the node: autograd would take it that their gradients are zero.
-        y, _ = _Call.apply(how, how.delayed.anchor, *inputs._replace(**NO_WEIGHTS))
-    else:
-        y, _ = _Call.apply(how, None, *inputs)
+        anchor, inputs = how.delayed.anchor, inputs._replace(**NO_WEIGHTS)
+    y, _ = (_Call.apply if how.known is None else _apply_known)(how, anchor, *inputs)
     return y
 
 
