@@ -11,6 +11,7 @@ operators are collective, so all ranks must need the same gradients. Other gradi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,6 +25,9 @@ from megamoe.layer.inputs import Inputs, like
 from megamoe.layer.rows import checked
 from megamoe.layer.runtime import Runtime, runtime_of
 from megamoe.layer.signature import Signature
+
+# What modules look at before each call: a compiled graph leaves their own look out.
+before_call: list[Callable[[], None]] = []
 
 
 def forward(
@@ -43,6 +47,8 @@ def _forward(*args: Any) -> tuple[Tensor, Tensor]:
     inputs, runtime = Inputs(*tensors), runtime_of(handle)
     known = runtime.signatures.find(*inputs.arguments, None)
     with runtime.together:
+        for check in before_call:
+            check()
         if known is None:  # a compiled graph has checked nothing
             inputs = checked(runtime.problem, inputs)
         y, state = forward(runtime, inputs, inputs.weights, keep, known)

@@ -27,6 +27,7 @@ from megamoe.experts.tensors import is_fsdp
 from megamoe.formats.quantized import keeping
 from megamoe.formats.weights import ExpertWeights, check_experts, expected_weights, master_types
 from megamoe.launch.gathered import Shards, plain
+from megamoe.layer import operators
 from megamoe.layer.layer import Layer
 from megamoe.layer.placed import PlacedLayer
 from megamoe.nn.initial import draw
@@ -182,10 +183,11 @@ class MegaMoE(nn.Module):
         """
         try:
             weights = self._experts()
-            if not torch.compiler.is_compiling():
-                ddp = DistributedDataParallel._active_ddp_module
-                if ddp is not None and ddp not in _ignoring:
-                    check_ignored(ddp)
+            if (
+                not torch.compiler.is_compiling()
+                and DistributedDataParallel._active_ddp_module is not None
+            ):
+                check_ignored()
             if getattr(topk_weights, "dtype", None) is torch.bfloat16 and not self._warned:
                 self._warned = is_fsdp(self) and warned_of_rounding(self)
             if self._delays and is_fsdp(self):
@@ -513,8 +515,11 @@ class MegaMoE(nn.Module):
 _ignoring: WeakSet[DistributedDataParallel] = WeakSet()  # those that leave experts alone
 
 
-def check_ignored(ddp: DistributedDataParallel) -> None:
-    """Raise RankMismatch if DDP synchronizes experts, which differ between ranks; cache that it does not."""
+def check_ignored() -> None:
+    """Raise RankMismatch if DDP, around this call, synchronizes experts, which differ between ranks."""
+    ddp = DistributedDataParallel._active_ddp_module
+    if ddp is None or ddp in _ignoring:
+        return
     synchronized = set(map(id, ddp._module_parameters))
     for name, layer in ddp.module.named_modules():
         if isinstance(layer, MegaMoE) and any(id(p) in synchronized for p in layer.parameters()):
@@ -526,6 +531,9 @@ def check_ignored(ddp: DistributedDataParallel) -> None:
                     "load the experts again"
                 )
     _ignoring.add(ddp)
+
+
+operators.before_call.append(check_ignored)
 
 
 def warned_of_rounding(module: Any) -> bool:

@@ -4,12 +4,14 @@ import os
 import time
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from outcomes import outcome
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.flop_counter import FlopCounterMode
 
 import megamoe
@@ -172,6 +174,19 @@ def beyond_the_recompile_limit(rank):
     return True
 
 
+def overwritten_by_ddp(rank):
+    """Return what a compiled call says where DDP synchronizes experts; in silence, ranks would train rank 0's."""
+
+    def said(wrap):
+        layer = made(group=dist.group.WORLD)
+        call = drawn(layer)
+        layer.prepare()
+        return outcome(lambda: wrap(layer)(*call))
+
+    compiled = partial(torch.compile, backend="eager")
+    return [said(lambda layer: DDP(compiled(layer))), said(lambda layer: compiled(DDP(layer)))]
+
+
 def watched_on_one_rank(rank, prepared):
     """Rank 0 counts operations in its first two steps."""
     layer = made(group=dist.group.WORLD)
@@ -201,6 +216,12 @@ def a_parameter_is_gone(rank, name, value):
 
 def test_a_rank_that_dynamo_leaves_in_eager_mode_asks_nothing_alone():
     assert launch(beyond_the_recompile_limit, 2, timeout_s=60) == [True, True]
+
+
+def test_compiled_calls_notice_that_ddp_has_overwritten_experts():
+    """Red before: both trained on."""
+    for found in launch(overwritten_by_ddp, 2, timeout_s=60):
+        assert all(name == "RankMismatch" and "has overwritten" in said for name, said in found)
 
 
 @pytest.mark.parametrize("prepared", [True, False])
