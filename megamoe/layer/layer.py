@@ -408,7 +408,9 @@ class Layer:
     def __deepcopy__(self, memo: dict[int, Any]) -> Layer:
         """Return a new layer with the same arguments, not opened yet and with its own window. Collective."""
         group = ALONE if self.group is None else self.ranks
-        return Layer(self.problem, group, backend=self.backend, options=self.options)
+        new = Layer(self.problem, group, backend=self.backend, options=self.options)
+        new._mean_over = self._mean_over
+        return new
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what pickling keeps: nothing that is open, and no number, which is valid in this process alone."""

@@ -174,6 +174,17 @@ def test_copies():
     assert torch.equal(average.module[0].w2, layer.w2)
 
 
+def test_a_copy_averages_gradients_like_its_layer():
+    layer, grads = make(), []
+    megamoe.average_expert_gradients(layer, 2)
+    inputs = make_inputs(layer.problem, 8)
+    for one in (layer, copy.deepcopy(layer)):
+        one(inputs.x, inputs.topk_ids, inputs.topk_weights).float().sum().backward()
+        grads.append(one.w13.grad)
+    assert torch.equal(*grads)
+    assert grads[0].abs().max() > 0
+
+
 def test_a_saved_layer_is_not_open():
     """Its number may be another layer's where it is loaded, whose gradients it would then get."""
     layer, file = make(activation="swiglu", delay_wgrad=True), io.BytesIO()
