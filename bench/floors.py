@@ -31,7 +31,7 @@ class Load:
     def __init__(self, shape: Shape, tokens: int, ranks: int) -> None:
         self.shape, self.tokens, self.rows = shape, tokens, tokens * shape.top_k
         h, i, e, k = shape.hidden, shape.intermediate, shape.num_experts, shape.top_k
-        self.planes = 1 if shape.activation == "relu2" else 2
+        self.planes = shape.matrices - 1
         local = e / ranks
         hit = local * (1 - (1 - 1 / e) ** (tokens * ranks * k))  # experts that get a row at all
         self.hit_weights = hit * (self.planes + 1) * h * i

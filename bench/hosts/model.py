@@ -76,9 +76,9 @@ def launch_us(shape: Shape, precision: str, tokens: float, hosts: int, fabric: F
     Fitted to the sweep of EP4 on H200: DeepSeek-V3 within 9 %, Qwen3-235B 20 % too low at 512 and 1024.
     """
     e4m3 = PRECISIONS[precision].x.scaled
-    ranks, planes = hosts * fabric.per_host, 2 if shape.activation == "relu2" else 3
+    ranks = hosts * fabric.per_host
     hit = 1 - (1 - shape.top_k / shape.num_experts) ** (tokens * ranks)
-    size = planes * shape.hidden * shape.intermediate * (1 if e4m3 else 2)
+    size = shape.matrices * shape.hidden * shape.intermediate * (1 if e4m3 else 2)
     weights_us = shape.num_experts / ranks * hit * size / fabric.hbm_gb_s / 1e3
     flops_us = shape.flops(1) * tokens / (1.3e9 if e4m3 else 0.745e9)
     return 1.28 * sqrt(weights_us**2 + flops_us**2) + 30
@@ -165,8 +165,8 @@ def predict(
         found.append((pipeline_us(c, out, beside + gathered, back), c))
     best, c = min(found)
     best += fabric.host_us + glue_us(shape, precision, tokens, d, fabric)
-    matrices = 2 if shape.activation == "relu2" else 3
-    held = shape.num_experts / fabric.per_host * matrices * shape.hidden * shape.intermediate * 2
+    expert = 2 * shape.matrices * shape.hidden * shape.intermediate  # bytes in bf16
+    held = shape.num_experts / fabric.per_host * expert
     crossing = shape.top_k * (hosts - 1) / hosts * 2 * shape.hidden * tokens
     return Prediction(
         hosts=hosts,

@@ -63,7 +63,7 @@ class Options:
 
     @staticmethod
     def of(options: Options | None, given: Mapping[str, Any]) -> Options:
-        """Return the record with the fields that were given by name. Raises ConfigError for other names and types."""
+        """Return the record with the fields that were given by name. Raises ConfigError for other names."""
         if options is not None and not isinstance(options, Options):
             raise ConfigError("options", type(options).__name__, "megamoe.Options")
         names = [of.name for of in fields(Options)]

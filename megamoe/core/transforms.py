@@ -19,14 +19,14 @@ def functional() -> bool:
 
 @contextmanager
 def outside() -> Iterator[None]:
-    """Leave transforms, modes and torch.jit.trace() in this block: messages between ranks must not be traced."""
+    """Leave transforms and modes in this block: messages between ranks must not be traced."""
     with temporarily_clear_interpreter_stack(), _disable_current_modes():
         yield
 
 
 @contextmanager
 def lasting() -> Iterator[None]:
-    """Leave inference mode and tracing: tensors of this block are reused in training. The grad mode is preserved."""
+    """Leave inference mode, transforms and modes, but not the grad mode: training reuses tensors of this block."""
     gradients = torch.is_grad_enabled()
     with outside(), torch.inference_mode(False), torch.set_grad_enabled(gradients):
         yield

@@ -59,12 +59,11 @@ class Layer:
             "hosts", and the ranks of each host. None or "alone": this rank holds all experts.
         backend: "auto", "mega", "staged", "emulate" or "reference". The first call or prepare() creates it. Default:
             "auto".
-        options: An Options record. With accumulate_into_main_grad or
-            delay_wgrad, the layer is not called inside torch.compile. With delay_wgrad=True, a backward pass keeps dy
-            and what its call saved until backward_dw(). "keep" keeps the rows of the weight gradients instead, 4 * H +
-            2 * (P + 1) * I bytes per pool row, half of that in FP8
-            (memory_report()["stash_bytes"]); backends other than "mega" and "emulate" treat it as True. Default:
-            Options().
+        options: An Options record. With accumulate_into_main_grad or delay_wgrad, the layer is not called inside
+            torch.compile. With delay_wgrad=True, a backward pass keeps dy and what its call saved until backward_dw().
+            "keep" keeps the rows of the weight gradients instead, 4 * H + 2 * (P + 1) * I bytes per pool row, half of
+            that with weight_gradients="e4m3" (memory_report()["stash_bytes"]); backends other than "mega" and "emulate"
+            treat it as True. Default: Options().
         **given: Fields of the options, by name.
 
     Raises:

@@ -78,7 +78,8 @@ class PlacedLayer(Layer):
         Raises:
             ConfigError: The placement has other sizes.
             ArgumentError: Weights are not tensors with one row per slot of this rank.
-            RankMismatch: Ranks have different placements or weights, or a rank failed.
+            RankMismatch: Ranks have different placements or weights.
+            PeerFault: Another rank failed.
         """
         moves: list[Moves] = []
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megamoe.core.config import activation_by_name
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -17,10 +19,14 @@ class Shape:
     activation: str = "swiglu"
     bias: bool = False
 
+    @property
+    def matrices(self) -> int:
+        """Weight matrices of an expert: gate, up and down, or up and down."""
+        return activation_by_name(self.activation).planes + 1
+
     def flops(self, tokens: int) -> float:
-        """Floating-point operations of `tokens` tokens: two GEMMs, gate, up and down planes."""
-        planes = 2 if self.activation == "relu2" else 3
-        return 2.0 * tokens * self.top_k * planes * self.hidden * self.intermediate
+        """Floating-point operations of `tokens` tokens: two GEMMs over all matrices."""
+        return 2.0 * tokens * self.top_k * self.matrices * self.hidden * self.intermediate
 
 
 SHAPES: dict[str, Shape] = {

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,8 @@ from megamoe.core.errors import AbiMismatch, CompileError, ConfigError
 from megamoe.jit import cache, compiler, paths, prebuilt
 from megamoe.jit.__main__ import main as jit
 from megamoe.jit.compiler import NVRTC_FLAGS, compile_source, compile_variant
-from megamoe.jit.source import QUANTIZE, QUANTIZE_SOURCE, Variant
+from megamoe.jit.grouped import grouped_variants
+from megamoe.jit.source import FEW, QUANTIZE, QUANTIZE_SOURCE, Variant, variants
 
 VARIANT = Variant("fp8", "swiglu")
 KERNEL = """
@@ -255,3 +257,12 @@ def test_an_export_is_whole_or_not_there(tmp_path, monkeypatch, capsys):
     assert jit(["--export", str(folder), "--only", QUANTIZE]) == 1
     assert f"--export is {folder}, expected a new or empty folder" in capsys.readouterr().err
     assert [p.name for p in folder.iterdir()] == ["mine"]
+
+
+def test_readme_lists_kernels_that_exist():
+    readme = (paths.CSRC.parent / "README.md").read_text()
+    table = readme.split("| for | export |")[1].split("\n\n")[0]
+    named = set(re.findall(r"`([a-z0-9-]+)`", table))
+    known = {QUANTIZE, *map(str, variants()), *map(str, grouped_variants())}
+    assert named <= known
+    assert {str(Variant("fp8", "swiglu", kernel=kernel)) for kernel in ("forward", *FEW)} < named
