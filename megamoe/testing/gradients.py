@@ -91,9 +91,16 @@ class GradientChecker(StageChecker):
             limit, tolerance = E4M3_COPIED, _least_step(expected)
         return self.judge(name, got, expected, limit, tolerance, size)
 
-    def compare_fp32(self, name: str, got: Tensor, expected: Tensor) -> None:
-        """Compare with the oracle that rounds nothing: the price of all roundings."""
-        strict = expected.numel() >= ENOUGH and not self.flips
+    def compare_fp32(
+        self, name: str, got: Tensor, expected: Tensor, roundings: int | None = None
+    ) -> None:
+        """Compare with the oracle that rounds nothing: the price of all roundings.
+
+        roundings: the number of values whose errors all elements share, if smaller than that of elements. A weight
+            gradient of one row has H * I elements, of I values of h: with 16 of these, 1 in 5 is 0.1 off, simulated.
+        """
+        independent = expected.numel() if roundings is None else min(roundings, expected.numel())
+        strict = independent >= ENOUGH and not self.flips
         limit = FP32_LIMIT[self.precision] if strict else float("inf")
         self.judge(f"{name}_fp32", got, expected, limit)
 

@@ -330,3 +330,12 @@ def test_gradients_added_to_fp32_are_those_stored(passes):
         checker = GradientChecker(Problem(32, 48, 3, 1))
         checker.compare_added("dw13", scale * sum(parts), stored.float(), passes)
         assert checker.good == good, checker.lines
+
+
+def test_a_limit_for_means_needs_values_that_are_rounded_one_by_one():
+    """One row's weight gradient has as many roundings as its h has values, however many elements they move."""
+    want = torch.ones(1, 64, 16)
+    for roundings, good in ((None, False), (256, False), (16, True)):
+        checker = GradientChecker(Problem(64, 16, 1, 1, precision="fp8"))
+        checker.compare_fp32("dw2", 1.12 * want, want, roundings)
+        assert checker.good == good, checker.lines
