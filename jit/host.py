@@ -29,7 +29,7 @@ KERNEL_FLAGS = (*FLAGS, "-Og", "-finline-functions-called-once")
 # The machine, compiled once and linked to each kernel. Its loops name their vectors themselves (csrc/fibers/wgmma.h)
 # and pick the widest instructions at run time.
 MACHINE = '#define FIBERS_COMPILED\n#include "fibers/launch.h"\n'
-MACHINE_FLAGS = (*FLAGS, "-O2", "-c")
+MACHINE_FLAGS = (*FLAGS, "-O3", "-c")
 
 STANDARD = "".join(f"#include <{h}>\n" for h in ("algorithm", "cmath", "mutex", "string", "vector"))
 

@@ -32,7 +32,8 @@ class ReadyQueue {
         if (const Fiber* soon = slots_[(head_ + lookahead) & mask_]) __builtin_prefetch(soon);
 #if defined(__x86_64__)
         if (const Fiber* next = slots_[(head_ + lookahead / 2) & mask_])
-            __builtin_prefetch(next->context.stack_pointer);
+            for (int line = 0; line < 4; ++line)  // a switch and the functions that it returns to
+                __builtin_prefetch(static_cast<const uint8_t*>(next->context.stack_pointer) + 64 * line);
 #endif
         return slots_[head_++ & mask_];
     }
@@ -355,8 +356,7 @@ Status Machine::run(void (*kernel)(const void*), std::vector<Cta>&& ctas_of_all_
             fiber.cta = &cta;
             fiber.thread = thread;
             fiber.lowest_stack = stacks_.lowest(index);
-            make_context(fiber.context, stacks_.bottom(index), StackPool::usable_bytes(index),
-                         &Machine::entry);
+            make_context(fiber.context, stacks_.bottom(index), stack_bytes, &Machine::entry);
             ready_.push(&fiber);
         }
     }

@@ -27,31 +27,29 @@ struct alignas(64) Panels {
 };
 Panels panels;
 
-// c += a * b for `depth` columns of a, in blocks of 4 x (16 or 8) held in registers; k is innermost, so the
-// order of each sum is fixed.
-template <class Vector>
+// c += a * b for `depth` columns of a, in blocks of 4 x (8 * vectors) held in registers; k is innermost, so
+// the order of each sum is fixed. g++ keeps vectors for which a machine has no registers in memory: 8 are
+// AVX2's.
+typedef float Vector8 __attribute__((vector_size(32)));
+template <int vectors>
 __attribute__((always_inline)) inline void multiply_block(Panels& p, int m, int n, int columns, int depth) {
-    float* c = &p.c[m * columns + n];
-    auto row = [&](int i) -> Vector& { return *reinterpret_cast<Vector*>(c + i * columns); };
-    Vector c0 = row(0), c1 = row(1), c2 = row(2), c3 = row(3);
+    auto at = [&](int i) { return reinterpret_cast<Vector8*>(&p.c[(m + i) * columns + n]); };
+    Vector8 c[4][vectors];
+    for (int i = 0; i < 4; ++i) memcpy(c[i], at(i), sizeof(c[i]));
     for (int k = 0; k < depth; ++k) {
-        Vector b = *reinterpret_cast<Vector*>(&p.b[k * columns + n]);
-        c0 += p.a[m][k] * b;
-        c1 += p.a[m + 1][k] * b;
-        c2 += p.a[m + 2][k] * b;
-        c3 += p.a[m + 3][k] * b;
+        const auto* b = reinterpret_cast<const Vector8*>(&p.b[k * columns + n]);
+        for (int i = 0; i < 4; ++i)
+            for (int v = 0; v < vectors; ++v) c[i][v] += p.a[m + i][k] * b[v];
     }
-    row(0) = c0, row(1) = c1, row(2) = c2, row(3) = c3;
+    for (int i = 0; i < 4; ++i) memcpy(at(i), c[i], sizeof(c[i]));
 }
 #if defined(__x86_64__)
 __attribute__((target_clones("avx512f", "avx2", "default")))
 #endif
 void multiply(Panels& p, int columns, int depth) {
-    typedef float Vector16 __attribute__((vector_size(64)));
-    typedef float Vector8 __attribute__((vector_size(32)));
     for (int m = 0; m < tile_m; m += 4) {
-        if (columns % 16 != 0) multiply_block<Vector8>(p, m, 0, columns, depth);
-        for (int n = 0; n < columns / 16 * 16; n += 16) multiply_block<Vector16>(p, m, n, columns, depth);
+        if (columns % 16 != 0) multiply_block<1>(p, m, 0, columns, depth);
+        for (int n = columns % 16; n < columns; n += 16) multiply_block<2>(p, m, n, columns, depth);
     }
 }
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from megamoe.core import env
 from megamoe.core.config import Problem
 from megamoe.core.errors import AbiMismatch, ConfigError, MegaMoEError, WindowBroken, fault_to_error
 from megamoe.formats.weights import ExpertWeights, TransposedWeights
-from megamoe.jit import abi, host
+from megamoe.jit import abi, host, paths
 from megamoe.jit.grouped import GroupedVariant
 from megamoe.jit.source import Variant
 from megamoe.launch import arguments, layout, training
@@ -319,22 +320,21 @@ def run_alone(variant: GroupedVariant, args: Any, num_ctas: int, seed: int) -> N
         raise EmulationError(report.value.decode(errors="replace"))
 
 
-_libraries: dict[str, Any] = {}
+_kernels: dict[tuple[Any, Path], Any] = {}
 
 
 def load_kernel(variant: Any) -> Any:
     """Return the emulated kernel of a variant: (Args of all ranks, ranks, CTAs, seed, report, its bytes) -> status."""
-    path = str(host.build_source(variant.source()))
-    if path not in _libraries:
-        library = ctypes.CDLL(path)
-        getattr(library, variant.entry).argtypes = [
-            *(ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_uint64),
-            *(ctypes.c_char_p, ctypes.c_size_t),
-        ]
+    key = variant, paths.CSRC  # looking for changes in all of csrc takes as long as a small launch
+    if key not in _kernels:
+        library = ctypes.CDLL(str(host.build_source(variant.source())))
+        kernel = getattr(library, variant.entry)
+        pointer, text = ctypes.c_void_p, (ctypes.c_char_p, ctypes.c_size_t)
+        kernel.argtypes = [pointer, ctypes.c_int, ctypes.c_int, ctypes.c_uint64, *text]
         args_bytes = getattr(library, f"{variant.entry}_args_bytes")
         args_bytes.restype = ctypes.c_uint64
         found, expected = args_bytes(), ctypes.sizeof(abi.LAUNCHES[variant.launch])
         if found != expected:
-            raise AbiMismatch(f"Args has {found} bytes in {path}, {expected} here")
-        _libraries[path] = library
-    return getattr(_libraries[path], variant.entry)
+            raise AbiMismatch(f"Args of {variant} has {found} bytes, {expected} here")
+        _kernels[key] = kernel
+    return _kernels[key]
