@@ -61,16 +61,20 @@ def missing_files(text, document):
     return sorted(n for n in names if not n.startswith(("out/", "/")) and not exists(n, document))
 
 
+BEFORE = (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)  # a statement
+
+
 def comments(path):
     """Return what the comments and docstrings of a source say."""
     text = path.read_text()
     if path.suffix != ".py":
         return "\n".join(re.findall(r"//(.*)", text))
-    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
-    found = [t.string for t in tokens if t.type == tokenize.COMMENT]
-    nodes = (ast.Module, ast.ClassDef, ast.FunctionDef)
-    docs = [ast.get_docstring(n) for n in ast.walk(ast.parse(text)) if isinstance(n, nodes)]
-    return "\n".join([*found, *filter(None, docs)])
+    found, begins = [], True  # a statement, as a docstring does
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT or (begins and token.type == tokenize.STRING):
+            found.append(token.string)
+        begins = token.type in BEFORE or (begins and token.type in (tokenize.COMMENT, tokenize.NL))
+    return "\n".join(found)
 
 
 def missing_places(text, source):
