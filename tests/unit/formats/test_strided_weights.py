@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -95,7 +96,8 @@ def test_gradients_are_equal_and_in_the_callers_layout(layout: str, precision: s
 def test_operators_state_the_layout_of_gradients(
     layout: str, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fake and real outputs of the operators have the same strides."""
+    """Fake and real outputs of the operators have the same strides. What else opcheck() tests: test_compile.py."""
+    check = partial(torch.library.opcheck, test_utils=("test_schema", "test_faketensor"))
     count_no_calls(monkeypatch)
     problem = replace(PROBLEM, precision=precision)
     inputs, masters = make_inputs(problem, 8), make_weights(problem, quantize=False)
@@ -105,12 +107,12 @@ def test_operators_state_the_layout_of_gradients(
     size = layer._runtime.backend.state_bytes
     for keep in (False, True):
         given = (*call, layer.handle, size, keep)
-        torch.library.opcheck(torch.ops.megamoe.moe_forward.default, given)
+        check(torch.ops.megamoe.moe_forward.default, given)
     with torch.no_grad():
         _, state = torch.ops.megamoe.moe_forward(*given)
     needs = [True] * 6
     gradient = (torch.ones_like(inputs.x), *call, layer.handle, needs, state)
-    torch.library.opcheck(torch.ops.megamoe.moe_backward.default, gradient)
+    check(torch.ops.megamoe.moe_backward.default, gradient)
     layer.close()
 
 
