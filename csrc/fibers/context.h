@@ -2,8 +2,8 @@
 //
 // A switch saves what the calling convention forbids a callee to clobber: six registers and the stack pointer
 // (about 5 ns; ucontext costs two system calls). Stacks are mapped once and kept between launches. They lie
-// densely in huge pages, because thousands of them need more pages than a TLB holds; and not at a
-// power-of-two distance, at which their tops would share a handful of cache sets.
+// densely, because thousands of them need more pages than a TLB holds; and not at a power-of-two distance, at
+// which their tops would share a handful of cache sets.
 #pragma once
 #include <sys/mman.h>
 #include <unistd.h>
@@ -89,7 +89,6 @@ class StackPool {
             void* slab = mmap(nullptr, slab_stacks * stack_bytes, PROT_READ | PROT_WRITE,
                               MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
             if (slab == MAP_FAILED) return false;
-            madvise(slab, slab_stacks * stack_bytes, MADV_HUGEPAGE);  // a wish
             slabs_.push_back(static_cast<uint8_t*>(slab));
         }
         return true;
