@@ -11,6 +11,7 @@ import megamoe
 from bench.ranks import Rank
 from bench.shapes import problem_of, shapes_from
 from bench.tables import header
+from bench.timeline import mark_names
 from bench.timing import Timer, stopwatch
 from megamoe.backends import select
 from megamoe.backends.call import Backend, Call
@@ -20,7 +21,7 @@ from megamoe.layer.inputs import Inputs
 from megamoe.layer.runtime import runtime_of
 from megamoe.testing import make_inputs, make_weights
 
-START, END = 2, 3  # of a CTA's timestamps: csrc/megamoe/cta/profile.cuh
+START, END = map(mark_names().index, ("start", "end"))  # of a CTA's timestamps
 
 CALLS = 50
 WARM_UP = 20

@@ -262,14 +262,15 @@ def _made_over_hosts(opening: Opening, name: str, hosts: Hosts) -> Backend:
     given = {name: value for name, value in options.items() if value is not None}
     if env.reserve_sms() is None:  # the rail's kernels run beside those of the layer
         given.setdefault("reserve_sms", RAIL_CTAS)
-    _, chunks, exchange = agreed_options(problem, options).values()
+    agreed = agreed_options(problem, options)
+    chunks, exchange = agreed["chunks"], agreed["exchange"]
 
     def make(here: Problem) -> Backend:
         # A token has a part of its routes here: the pool need not be larger than for one host's tokens.
         tokens = -(-problem.max_tokens // chunks_of(problem, links.hosts, chunks))
         rows = default_pool_rows(replace(here, rank=0, max_tokens=tokens))
-        inside = {"pool_rows": rows, **given}
-        return _made(replace(opening, name=name, problem=here, group=links.host, options=inside))
+        within = {"pool_rows": rows, **given}
+        return _made(replace(opening, name=name, problem=here, group=links.host, options=within))
 
     def make_all() -> Backend:
         return HostsBackend(problem, links, make, chunks=chunks, exchange=exchange, group=group)

@@ -45,10 +45,9 @@ class Runtime:
         # Copies are made and used, and launches enqueued, by one thread at a time.
         self.lock = lock or Turns()
         self.state_bytes = backend.state_bytes  # that a forward keeps
-        self.quantizes = (
-            problem.formats.w.scaled
-        )  # whether weights may be masters of what is stored
-        # Whether backward multiplies transposes of what is stored, and whether it is given what forward was.
+        # Whether weights may be masters of what is stored, whether backward multiplies transposes of that, and whether
+        # it is given what forward was.
+        self.quantizes = problem.formats.w.scaled
         self.transposes = problem.formats.transposes
         self.as_forward = backend.recomputes or problem.formats.packed
         # For errors in a call, before the ranks meet. Not by self: a cycle would keep a closed runtime in the table.

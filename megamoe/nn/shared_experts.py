@@ -283,14 +283,7 @@ def _apart(name: str, theirs: Any, mine: Tensor, planes: int) -> bool:
 def _as_one(parts: Sequence[Tensor]) -> Tensor | None:
     """Return rows of two adjacent tensors as one view, or None."""
     routed, shared = parts
-    if (
-        torch.compiler.is_compiling()
-        or routed.untyped_storage().data_ptr() != shared.untyped_storage().data_ptr()
-        or not len(routed)
-        or routed.stride() != shared.stride()
-        or shared.storage_offset() != routed.storage_offset() + len(routed) * routed.stride(0)
-        or routed.is_inference() != shared.is_inference()
-    ):
+    if torch.compiler.is_compiling() or not _lies_behind(routed, shared):
         return None
     shape = len(routed) + len(shared), *routed.shape[1:]
     return routed.detach().as_strided(shape, routed.stride())
@@ -300,3 +293,13 @@ def _copied(parts: Sequence[Tensor]) -> Tensor:
     """Concatenate as integers: torch.cat lacks e4m3 on some devices, and autocast to fp16 casts bf16."""
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[parts[0].element_size()]
     return torch.cat([t.view(bits) for t in parts]).view(parts[0].dtype)
+
+
+def _lies_behind(routed: Tensor, shared: Tensor) -> bool:
+    """Return True if both are one tensor in memory, the shared experts after the routed ones."""
+    if routed.untyped_storage().data_ptr() != shared.untyped_storage().data_ptr():
+        return False
+    if not len(routed) or routed.stride() != shared.stride():
+        return False
+    end = routed.storage_offset() + len(routed) * routed.stride(0)
+    return shared.storage_offset() == end and routed.is_inference() == shared.is_inference()
