@@ -150,7 +150,7 @@ def two_hosts(rank):
     return wrong
 
 
-@pytest.mark.ep(2)
+@pytest.mark.ep(2, share=False)
 @pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
 def test_two_hosts_of_one_gpu_train_as_one_does(backend):
     assert launch(two_hosts, 2, backend=backend, timeout_s=120) == [[], []]
@@ -188,7 +188,7 @@ def transposed(rank, exchange):
     return said, right
 
 
-@pytest.mark.ep(2)
+@pytest.mark.ep(2, share=False)
 @pytest.mark.parametrize("exchange", ["exact", "static"])
 def test_backward_passes_of_different_calls_are_named(exchange):
     """static: what a device saw, check() says, or a later call."""
