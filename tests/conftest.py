@@ -62,6 +62,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     gpus, slow = _hopper_gpus(), os.environ.get("SLOW", "0") == "1"
     from megamoe.core.env import share_gpus
 
+    # Workers steal from the end. Tests that share what ranks returned come first, so that the ranks start once.
+    items.sort(key=lambda item: "results" not in getattr(item, "fixturenames", ()))
     sharing = share_gpus()
     for item in items:
         needed = 1 if item.get_closest_marker("gpu") else 0
