@@ -62,7 +62,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     gpus, slow = _hopper_gpus(), os.environ.get("SLOW", "0") == "1"
     from megamoe.core.env import share_gpus
 
-    # Workers steal from the end. Tests that share what ranks returned come first, so that the ranks start once.
+    # Workers steal from the end. Tests that share ranks' `results`, a fixture, come first: the ranks start once.
     items.sort(key=lambda item: "results" not in getattr(item, "fixturenames", ()))
     sharing = share_gpus()
     for item in items:
