@@ -184,8 +184,8 @@ class MegaMoE(nn.Module):
         try:
             weights = self._experts()
             if (
-                not torch.compiler.is_compiling()
-                and DistributedDataParallel._active_ddp_module is not None
+                DistributedDataParallel._active_ddp_module is not None
+                and not torch.compiler.is_compiling()
             ):
                 check_ignored()
             if getattr(topk_weights, "dtype", None) is torch.bfloat16 and not self._warned:

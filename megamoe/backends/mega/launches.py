@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.weak import TensorWeakRef
 
 from megamoe.backends.call import Call, Gradients, GradRequest, StashedRows, check_call, check_stash
 from megamoe.backends.mega.gradients import Targets
@@ -268,17 +268,13 @@ class Training:
         self._routes = behind[place.offset : place.end]  # bytes
         place = self._plan.train_state["chunk_prefix"]
         self._routes_of_state = slice(place.offset, place.end)
-        # Memory of the state of the last train launch. Weak: autograd frees it.
-        self._state: StorageWeakRef | None = None
-        self._begin = 0  # of it, in that memory
+        self._state: TensorWeakRef | None = None  # of the last train launch; autograd frees it
 
     def state_views(self) -> dict[str, Tensor]:
         """Return the regions of the state that the last train launch made."""
-        cdata = None if self._state is None else self._state.cdata
-        storage = None if cdata is None else torch.UntypedStorage._new_with_weak_ptr(cdata)
-        if storage is None:
+        state = None if self._state is None else self._state()
+        if state is None:
             raise MegaMoEError("the state of the call was freed: call statistics() while y lives")
-        state = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)[self._begin :]
         return self._plan.train_state.views(state)
 
     def rows(self) -> dict[str, Tensor]:
@@ -293,7 +289,7 @@ class Training:
         """Return y [T, H] bf16 and the state of the call; see MegaBackend.forward."""
         launch, args = self.train, self.train.argument
         with launch_lock:
-            launch._is_new(call)
+            fill = fill_call if launch._is_new(call) else fill_pointers
             x, topk_ids, topk_weights = call[:3]
             assert isinstance(x, Tensor)
             tokens, hidden = x.shape
@@ -302,10 +298,9 @@ class Training:
             if state is None:
                 state = launch._empty((self._plan.train_state.bytes,), (1,), torch.uint8)
             launch._keep_in(state)
-            fill_call(args, x, topk_ids, topk_weights, y, call.num_tokens_device)
+            fill(args, x, topk_ids, topk_weights, y, call.num_tokens_device)
             launch._launch((x, topk_ids, topk_weights, y, state, call.num_tokens_device))
-            self._state = StorageWeakRef(state.untyped_storage())
-            self._begin = int(state.storage_offset())
+            self._state = TensorWeakRef(state)
         return y, state
 
     def gradients(self, call: Call, dy: Tensor, state: Tensor, wanted: GradRequest) -> Gradients:
