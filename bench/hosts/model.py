@@ -13,8 +13,11 @@ from dataclasses import dataclass, replace
 from math import comb, sqrt
 from typing import NamedTuple
 
+import torch
+
+from bench.ranks import Rank
+from bench.shapes import problem_of
 from megamoe.backends.hosts.backend import chunks_of, inside
-from megamoe.core.config import Problem, activation_by_name
 from megamoe.core.table import PRECISIONS
 from megamoe.group.hosts import Hosts
 from megamoe.launch.arguments import Plan
@@ -188,11 +191,8 @@ def state_gib(shape: Shape, precision: str, tokens: int, hosts: int, per_host: i
     """Return GiB of a call's state for max_tokens = tokens: on one host the kernel's, over several also x and ids."""
     if not PRECISIONS[precision].trains:
         return 0.0
-    problem = Problem(
-        shape.hidden, shape.intermediate, shape.num_experts, shape.top_k, hosts * per_host,
-        max_tokens=tokens, precision=precision, activation=activation_by_name(shape.activation),
-        bias=shape.bias,
-    )  # fmt: skip
+    first = Rank(0, hosts * per_host, torch.device("cpu"))
+    problem = problem_of(shape, tokens, first, precision)
     names = tuple(map(str, range(hosts)))
     chunks = 1 if hosts == 1 else chunks_of(problem, Hosts(names, per_host), None)
     here = problem if hosts == 1 else inside(problem, Hosts(names, per_host), chunks)

@@ -13,18 +13,7 @@ from bench.shapes import shapes_from
 from bench.tables import header
 from megamoe.testing.shapes import Shape
 
-HEAD = (
-    "tokens",
-    "hosts",
-    "MB out",
-    "back",
-    "launch",
-    "wire",
-    "two-level",
-    "chunks",
-    "staged's wire",
-    "state GiB",
-)
+HEAD = " tokens  hosts   MB out    back     launch       wire  two-level  chunks  staged's wire  state GiB"
 
 
 def measured(path: Path | None, shape: Shape, precision: str) -> Callable[[float], float] | None:
@@ -69,12 +58,7 @@ def run(args: argparse.Namespace) -> int:
             print(
                 f"\n{shape.name} {precision}, launches {'modelled' if launches is None else 'measured'}"
             )
-            print(
-                "".join(
-                    f"{h:>{w}}"
-                    for h, w in zip(HEAD, (7, 7, 9, 8, 11, 11, 11, 8, 15, 11), strict=True)
-                )
-            )
+            print(HEAD)
             for tokens in args.tokens:
                 for hosts in args.hosts:
                     p = predict(shape, precision, tokens, hosts, fabric, given)

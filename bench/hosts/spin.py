@@ -21,14 +21,15 @@ import torch
 from torch import Tensor
 
 from bench.hosts.model import Fabric, Given, Prediction, interpolated, predict
-from bench.shapes import shapes_from
+from bench.ranks import Rank
+from bench.shapes import problem_of, shapes_from
 from bench.tables import header, write_table
 from bench.timing import Contender, Timer
 from megamoe.backends.call import Backend, Call
 from megamoe.backends.hosts.backend import HostsBackend, chunks_of
 from megamoe.backends.rail import Waiter
 from megamoe.backends.select import make_backend
-from megamoe.core.config import Problem, activation_by_name
+from megamoe.core.config import Problem
 from megamoe.group.group import Group
 from megamoe.group.hosts import Hosts
 from megamoe.group.links import RAIL_CTAS
@@ -176,11 +177,8 @@ def measure(
         torch.set_num_threads(1)
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     experts = shape.num_experts // fabric.per_host
-    problem = Problem(
-        hidden=shape.hidden, intermediate=shape.intermediate, num_experts=experts,
-        top_k=shape.top_k, ep_size=hosts, max_tokens=tokens, precision=precision,
-        activation=activation_by_name(shape.activation), bias=shape.bias,
-    )  # fmt: skip
+    first = Rank(0, hosts, device)
+    problem = problem_of(replace(shape, num_experts=experts), tokens, first, precision)
     reserve = RAIL_CTAS if args.reserve_sms is None else args.reserve_sms
     options = {"chunks": args.chunks, "exchange": exchange}
     options |= {"reserve_sms": reserve} if on_gpu else {}
@@ -205,7 +203,8 @@ def measure(
             found[what] = _median(timer, what, partial(_forward, backend, call))
             if what == "layer":
                 found |= _launches(backend, call, timer)
-                found["host"] = _host_us(backend, call)
+                queue = partial(backend.forward, call)  # on an idle device, one call at a time
+                found["host"] = median(timer.host(queue, calls=1, repeats=SAMPLES, warm_up=0))
                 if exchange == "static" and on_gpu:
                     found["replay"] = _replayed(backend, call, timer)
             backend.close()
@@ -218,18 +217,6 @@ def measure(
 
 def _forward(backend: Backend, call: Call, _: Any) -> Any:
     return backend.forward(call)
-
-
-def _host_us(backend: Backend, call: Call) -> float:
-    """Return us until forward() returns, on an idle device: the median."""
-    taken = []
-    for _ in range(SAMPLES):
-        if call.x.device.type == "cuda":
-            torch.cuda.synchronize(call.x.device)
-        begin = time.perf_counter()
-        backend.forward(call)
-        taken.append((time.perf_counter() - begin) * 1e6)
-    return median(taken)
 
 
 def _replayed(backend: Backend, call: Call, timer: Timer) -> float:
