@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import repeat
 
 import torch
 
@@ -58,7 +59,7 @@ def read_gb(ranks: int) -> Iterator[float | None]:
     """Return GB of every contender of this command, in the order of measurement; None for ever without ncu."""
     if shutil.which(COMMAND[0]) is None or not torch.cuda.is_available():
         print("--dram: no ncu, or no GPU: the column is empty", flush=True)
-        return iter(lambda: None, 0)
+        return repeat(None)
     if ranks != 1:
         raise SystemExit(
             "--dram: ncu replays no launch that waits for another rank; expected --ranks 1"

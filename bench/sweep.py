@@ -1,11 +1,9 @@
 """tools/latency_sweep.py: layers over shapes and token counts, in turns with baselines, beside the floors."""
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from itertools import product, repeat
-from typing import Any
 
 import torch
 
@@ -127,37 +125,21 @@ def line(m: Measurement) -> str:
     )
 
 
-def measure_all(
-    me: Rank, args: argparse.Namespace, heads: str, measure: Callable[[Shape, str], list[Any]]
-) -> tuple[str, list[Any]]:
-    """Measure each shape in each precision below a title and heads; write OUT/NAME.csv. Collective.
-
-    Returns the title and all rows, of which `measure` prints those that it returns.
-    """
-    title = header()
-    me.print(title)
-    me.print(heads)
-    found: list[Any] = []
-    with torch.no_grad():
-        for shape in local_shapes(args):
-            for precision in args.precision:
-                found += measure(shape, precision)
-                if me.device.type == "cuda":
-                    torch.cuda.empty_cache()
-    if me.is_first and found:
-        write_table(args.out / f"{args.name}.csv", title, found)
-    return title, found
-
-
 def worker(me: Rank, args: argparse.Namespace) -> int:
+    """Sweep each shape in each precision; write the CSV and the picture. Collective."""
     gemms.register()
     wanted = args.dram and not args.below_ncu
     read_gb = dram.read_gb(me.size) if wanted else repeat(None)
-    title, found = measure_all(me, args, COLUMNS, partial(sweep, me=me, args=args, read_gb=read_gb))
-    if args.below_ncu:
-        return 0
-    if me.is_first:
+    title, found = header(), list[Measurement]()
+    me.print(title, COLUMNS, sep="\n")
+    with torch.no_grad():
+        for shape, precision in product(local_shapes(args), args.precision):
+            found += sweep(shape, precision, me, args, read_gb)
+            if me.device.type == "cuda":
+                torch.cuda.empty_cache()
+    if me.is_first and not args.below_ncu:
         table = args.out / f"{args.name}.csv"
+        write_table(table, title, found)
         picture = table.with_suffix(".png")
         drawn = (
             f" and {picture}" if plot(found, title, picture) else "; no picture without matplotlib"
