@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from bench.demo.training import WINDOW, Setup, train
+from bench.demo.training import WINDOW, Setup, final_loss, train
 from bench.plot import pyplot_or_none, save, shorter
 from bench.tables import PRINTED, header, write_table
 from megamoe.core.table import PRECISIONS
@@ -122,11 +122,6 @@ def paired(values: Sequence[float], base: Sequence[float]) -> tuple[float, float
     return apart, (squares / (n - 1) / n) ** 0.5 if n > 1 else float("nan")
 
 
-def final_loss(losses: list[float], window: int = WINDOW) -> float:
-    last = losses[-window:]
-    return sum(last) / len(last)
-
-
 def memory(device: torch.device) -> str:
     """Return the most memory that torch, or on a CPU the process, has held since this was asked last."""
     if device.type != "cuda":
@@ -181,7 +176,7 @@ def draw(found: Losses, title: str, path: Path) -> bool:
         first = seed == next(iter(found))[2]
         above.plot(steps, losses, label=f"{backend} {precision}" if first else None, **style)
         base = found[(*kinds[0], seed)]
-        apart = [averaged(losses, i) / averaged(base, i) - 1 for i in range(len(losses))]
+        apart = [final_loss(losses[:n]) / final_loss(base[:n]) - 1 for n in steps]
         below.plot(steps, [100 * a for a in apart], **style)
     above.set(ylabel="loss, nats per byte")
     below.set(ylabel=f"% from {' '.join(kinds[0])}, mean of {WINDOW} steps", xlabel="step")
@@ -190,10 +185,6 @@ def draw(found: Losses, title: str, path: Path) -> bool:
         axis.grid(alpha=0.3)
     save(figure, shorter(title, 110), path)
     return True
-
-
-def averaged(losses: list[float], step: int) -> float:
-    return statistics.mean(losses[max(0, step + 1 - WINDOW) : step + 1])
 
 
 def draw_again(args: argparse.Namespace) -> int:

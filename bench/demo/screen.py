@@ -10,11 +10,11 @@ from typing import Any
 import torch.distributed as dist
 
 from bench.demo.checks import Replay
-from bench.demo.curves import Losses, final_loss, summarize, write
+from bench.demo.curves import Losses, summarize, write
 from bench.demo.model import ByteLM, shared_corpus
 from bench.demo.recipes import E5M2, Fp8Recipe, SimulatedExperts
 from bench.demo.step import CPU_MODEL, GPU_MODEL
-from bench.demo.training import Recipe, Setup, train
+from bench.demo.training import Recipe, Setup, final_loss, train
 from bench.ranks import Rank
 from bench.shapes import problem_of
 from bench.tables import PRINTED, header, write_table

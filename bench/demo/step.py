@@ -17,7 +17,7 @@ from bench.demo.checks import (
 )
 from bench.demo.curves import compare_curves, memory
 from bench.demo.model import ModelConfig, shared_corpus
-from bench.demo.training import WINDOW, Recipe, Setup, train
+from bench.demo.training import Recipe, Setup, final_loss, train
 from bench.ranks import Rank
 from bench.shapes import problem_of
 from megamoe.testing.shapes import Shape
@@ -67,8 +67,7 @@ def worker(me: Rank, args: argparse.Namespace) -> int:
     replay = None if how == "none" else Replay(other, recipe.steps, REPLAYS[me.device.type])
     curves = train(this, f"{me.size} ranks", inspect=replay.inspect if replay else None)
     me.print(memory(me.device))
-    last = curves.losses[-WINDOW:]
-    final = sum(last) / len(last)
+    final = final_loss(curves.losses)
     good = final < args.target
     me.print(
         f"{'PASS' if good else 'FAIL'}: loss fell from {curves.losses[0]:.3f} (ln 256 = {math.log(256):.3f}) to "

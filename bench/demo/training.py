@@ -173,6 +173,12 @@ def global_norms(dense: list[Any], experts: list[Any], group: dist.ProcessGroup 
     return torch.stack(squares).sqrt()
 
 
+def final_loss(losses: list[float], window: int = WINDOW) -> float:
+    """Return the mean of the last steps."""
+    last = losses[-window:]
+    return sum(last) / len(last)
+
+
 def train(
     setup: Setup,
     label: str,
@@ -199,9 +205,8 @@ def train(
 
         curves.losses.append(loss)
         curves.norms.append(norms.tolist())
-        recent = curves.losses[-WINDOW:]
         tokens = (step + 1) * recipe.batch * recipe.model.context
-        progress.update(step + 1, tokens, sum(recent) / len(recent))
+        progress.update(step + 1, tokens, final_loss(curves.losses))
     progress.close()
     model.close()
     return curves

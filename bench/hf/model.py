@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from bench.demo.model import VOCABULARY
 from bench.ranks import Rank
+from megamoe.adapters.library_parameters import local
 
 OURS = "megamoe"
 
@@ -110,11 +111,6 @@ def load(folder: Path, experts: str, me: Rank) -> Any:
         folder, dtype=torch.bfloat16, **options
     )
     return (model if me.size > 1 else model.to(me.device)).train()
-
-
-def local(tensor: Tensor) -> Tensor:
-    """Return this rank's part."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def parts(model: nn.Module) -> dict[str, list[nn.Parameter]]:

@@ -16,13 +16,12 @@ import transformers
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from bench.demo.curves import final_loss
 from bench.demo.model import ModelConfig, shared_corpus
-from bench.demo.training import MasterAdamW, Recipe, Setup
+from bench.demo.training import MasterAdamW, Recipe, Setup, final_loss
 from bench.hf.generate import Decoder
 from bench.hf.model import OURS
 from bench.hf.training import WARM
-from bench.hf.wide import milliseconds, release
+from bench.hf.wide import milliseconds, release, stamp
 from bench.ranks import Rank
 from bench.tables import PRINTED, header, write_table
 
@@ -148,13 +147,6 @@ def train(model: Any, setup: Setup, args: argparse.Namespace, result: Result) ->
     losses: list[Tensor] = []
     stamps: list[Any] = []
 
-    def stamp() -> None:
-        if on_gpu:
-            stamps.append(torch.cuda.Event(enable_timing=True))
-            stamps[-1].record()
-        else:
-            stamps.append(time.perf_counter())
-
     def take(step: int) -> None:
         inputs, targets = batches[step]
         given = {"labels": inputs, "shift_labels": targets.contiguous()}
@@ -165,11 +157,11 @@ def train(model: Any, setup: Setup, args: argparse.Namespace, result: Result) ->
 
     for step in range(len(batches)):
         if step >= WARM:
-            stamp()
+            stamps.append(stamp(setup.device))
         take(step)
         if step == 0 and on_gpu:
             torch.cuda.synchronize()  # an error of a launch ends the case here
-    stamp()
+    stamps.append(stamp(setup.device))
     if on_gpu:
         torch.cuda.synchronize()
     result.losses = torch.stack(losses).tolist()
@@ -191,10 +183,9 @@ def generate(model: Any, args: argparse.Namespace, result: Result) -> None:
             result.kernels[f"batch {batch}"] = kernels_of(decoder.graph.replay)
 
 
-def run(case: str, args: argparse.Namespace, me: Rank) -> tuple[Result, str]:
-    """Build a case's model, let it generate, train it."""
+def run(case: str, args: argparse.Namespace, me: Rank, tokens: int) -> tuple[Result, str]:
+    """Build a case's model, let it generate, train it. tokens: of a step."""
     on_gpu, options = me.device.type == "cuda", CASES[case]
-    tokens = int(args.tokens or (4096 if on_gpu else 64))
     adapter: Any = import_module("megamoe.adapters.transformers")
     experts = options and adapter.register(OURS, backend=args.backend, max_tokens=tokens, **options)
     result, what = Result(), "nothing"
@@ -255,7 +246,7 @@ def worker(me: Rank, args: argparse.Namespace) -> int:
     tokens = int(args.tokens or (4096 if me.device.type == "cuda" else 64))
     for case in args.cases:
         try:
-            result, what = run(case, args, me)
+            result, what = run(case, args, me, tokens)
         except Exception:  # the other cases still count
             traceback.print_exc()
             me.print(f"FAIL: {case}")

@@ -15,9 +15,9 @@ from torch import Tensor
 
 import megamoe
 from bench.demo.checks import report
-from bench.demo.curves import Key, Losses, draw, final_loss, paired, read, summarize, write
+from bench.demo.curves import Key, Losses, draw, paired, read, summarize, write
 from bench.demo.model import ModelConfig, shared_corpus
-from bench.demo.training import WINDOW, Recipe, Setup
+from bench.demo.training import WINDOW, Recipe, Setup, final_loss
 from bench.hf.cases import CASES
 from bench.hf.generate import Decoder
 from bench.hf.model import CPU_SIZES, GPU_SIZES, OURS, Sizes, saved_model

@@ -19,7 +19,6 @@ from bench.demo.training import MasterAdamW, Progress, Setup
 from bench.hf.model import (
     OURS,
     load,
-    local,
     parts,
     restore,
     routes_given,
@@ -28,6 +27,7 @@ from bench.hf.model import (
     whole,
 )
 from bench.ranks import Rank
+from megamoe.adapters.library_parameters import local
 
 REPLAYS = 5  # steps that both models take from equal parameters
 WARM = 3  # steps at the start that no time is taken of

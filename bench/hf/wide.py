@@ -19,9 +19,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 import megamoe
-from bench.demo.curves import final_loss
 from bench.demo.model import ModelConfig, shared_corpus
-from bench.demo.training import MasterAdamW, Recipe, Setup
+from bench.demo.training import MasterAdamW, Recipe, Setup, final_loss
 from bench.hf.cases import CASES, LABELS
 from bench.hf.model import CPU_SIZES, OURS, WIDE_SIZES, Sizes, parts
 from bench.hf.run import choose_backend
@@ -43,17 +42,9 @@ class Timeline:
         self.device, self.active = device, False
         self.marks: list[tuple[str, Any]] = []
 
-    def stamp(self) -> Any:
-        """Return a point in time, without a wait."""
-        if self.device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
     def mark(self, part: str) -> None:
         if self.active:
-            self.marks.append((part, self.stamp()))
+            self.marks.append((part, stamp(self.device)))
 
     def ms(self) -> dict[str, float]:
         """Return the milliseconds of each part. The device must have finished; the last mark is an end."""
@@ -103,7 +94,17 @@ class _Mark(torch.autograd.Function):
         return None, None, None, *gradients
 
 
+def stamp(device: torch.device) -> Any:
+    """Return a point in time, on a GPU in the stream's order. It does not wait."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
 def milliseconds(start: Any, end: Any) -> float:
+    """Return the time between two results of stamp(). The device must have finished."""
     if isinstance(start, float):
         return 1e3 * (end - start)
     return float(start.elapsed_time(end))
@@ -182,7 +183,7 @@ class Wide:
         losses, stamps = [], []
         for step, batch in enumerate(batches):
             timeline.active = step >= recipe.steps - TRACED
-            stamps.append(timeline.stamp())
+            stamps.append(stamp(device))
             timeline.mark(REST)
             losses.append(backward(model, *batch, loss_of))
             timeline.mark(OPTIMIZER)
