@@ -12,9 +12,8 @@ from bench.tree import ROOT
 
 WIDTH = 120
 # Names without an underscore that only other modules of megamoe call.
-INNER = {"extra_repr", "handle", "is_open", "needs_close", "of_last"}
-INNER |= {"of", "of_backend"}
-INNER |= {"cells", "of_cells", "refuse", "together", "without_pool"}
+INNER = {"cells", "extra_repr", "handle", "is_open", "needs_close", "of", "of_backend", "of_cells"}
+INNER |= {"of_last", "together", "without_pool"}
 
 # A class, and the base classes whose methods are listed with its own.
 PARTS = {

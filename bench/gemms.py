@@ -19,9 +19,7 @@ PRECISION = {"bf16": "bf16", "fp8": "fp8_channel", "fp8_channel": "fp8_channel"}
 
 def grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     """a [M, K], b [E, K, N] -> [M, N]; or a [K, M], b [M, N] -> [E, K, N]. ends: [E] int32, of each expert's rows."""
-    mm = getattr(F, "grouped_mm", None) or torch._grouped_mm
-    out: Tensor = mm(a, b, offs=ends)
-    return out
+    return F.grouped_mm(a, b, offs=ends)
 
 
 def scaled_mm(x: Tensor, w: Tensor, scales: tuple[Any, Any], ends: Tensor) -> Tensor:

@@ -162,10 +162,8 @@ class TimedLayer:
         elif self.entry.direction == "quantize":
             found = Contender(name, lambda _: self.quantized_again())
         else:
-            halves = self._launches(drawn) if self.layer is None else self._autograd(drawn)
-            if self.entry.backend == "autograd":
-                halves = self._autograd(drawn)
-            forward, backward = halves
+            by_torch = self.layer is not None or name == "autograd"
+            forward, backward = self._autograd(drawn) if by_torch else self._launches(drawn)
             if self.entry.direction == "train":
                 found = Contender(name, lambda _: forward(False))
             elif self.entry.direction == "backward":

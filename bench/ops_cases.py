@@ -58,8 +58,13 @@ class Sizes:
         return 2.0 * self.total * sum(widths)
 
     def offs(self) -> Tensor:
-        ends = torch.tensor(self.rows, device=self.device).cumsum(0)
-        return ends.int()
+        """Return where each expert's rows end."""
+        return torch.tensor(self.rows, device=self.device).cumsum(0).int()
+
+    def experts(self, dtype: torch.dtype = torch.int64) -> Tensor:
+        """Return the expert of each row."""
+        numbers = torch.arange(self.num, device=self.device, dtype=dtype)
+        return numbers.repeat_interleave(torch.tensor(self.rows, device=self.device))
 
     def rand(self, *shape: int, scale: float = 1.0) -> Tensor:
         return torch.empty(shape, device=self.device, dtype=torch.bfloat16).normal_(0, scale)
@@ -221,8 +226,7 @@ def deepgemm(s: Sizes, x: Pair, w: Pair) -> Call | None:
         deep_gemm, "get_col_major_tma_aligned_tensor", lambda scale: scale
     )
     rows, matrices = (x[0], aligned(x[1])), (w[0].mT, w[1].mT.contiguous())
-    groups = torch.arange(s.num, device=s.device, dtype=torch.int32)
-    index = groups.repeat_interleave(torch.tensor(s.rows, device=s.device))
+    index = s.experts(torch.int32)
     out = s.rand(s.total, matrices[0].shape[1])
 
     def call() -> Tensor:
@@ -354,9 +358,7 @@ def cute(s: Sizes, args: argparse.Namespace) -> Iterator[Case]:
     w_down = s.rand(s.num, width, s.k, scale=width**-0.5)
     leaves = [x, w_up, s.rand(s.num, s.n), w_down, s.rand(s.num, s.k)]
     leaves = [t.requires_grad_() for t in leaves]
-    experts = torch.arange(s.num, device=s.device).repeat_interleave(
-        torch.tensor(s.rows, device=s.device)
-    )
+    experts = s.experts()
     middle = compiled(partial(clamped, alternate=True), args)
 
     def ours() -> Tensor:
@@ -439,9 +441,7 @@ def gpt_oss(args: argparse.Namespace) -> Iterator[Case]:
         *((s.rand(num, 2 * size), s.rand(num, size)) if biased else ()),
     ]
     dy, leaves = s.rand(total, size), [t.requires_grad_() for t in leaves]
-    rows = torch.tensor(s.rows, device=s.device)
-    experts = torch.arange(num, device=s.device).repeat_interleave(rows)
-    both = mlps(ACTIVATIONS["swiglu_oai"], experts, args)
+    both = mlps(ACTIVATIONS["swiglu_oai"], s.experts(), args)
     ours, theirs = (partial(call, *leaves, offs=offs) for call in both)
 
     def step(call: Callable[[], Tensor]) -> Call:

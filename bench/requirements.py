@@ -14,9 +14,9 @@ COMPARE = {">=": operator.ge, "<": operator.lt, "==": operator.eq}
 HEADERS = ("cuda_bf16.h", "cccl/cuda/std/type_traits")
 
 
-def requirements(setup: Path = ROOT / "setup.py") -> dict[str, list[str]]:
+def requirements() -> dict[str, list[str]]:
     """Return the lists of setup.py by their names there, without evaluating it."""
-    tree = ast.parse(setup.read_text())
+    tree = ast.parse((ROOT / "setup.py").read_text())
     found = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.List):
