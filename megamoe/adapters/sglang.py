@@ -372,9 +372,8 @@ def _build_mxfp4(experts: Any) -> None:
         weights = experts.w13_weight.data, experts.w2_weight.data
         given = [getattr(experts, f"{name}_weight_scale_inv").data for name in ("w13", "w2")]
         scales = [scale.to(torch.float8_e8m0fnu) for scale in given]
-        if not all(
-            map(torch.equal, given, (s.to(g.dtype) for s, g in zip(scales, given, strict=True)))
-        ):
+        pairs = zip(given, scales, strict=True)
+        if not all(torch.equal(g, scale.to(g.dtype)) for g, scale in pairs):
             raise ConfigError("scales of MXFP4 experts", "others", "powers of two")
         _keep(experts, ExpertWeights.from_mxfp4(*weights, *scales), "weight_scale_inv")
 
@@ -388,7 +387,7 @@ def _build_nvfp4(experts: Any) -> None:
 
 
 def _keep(experts: Any, made: ExpertWeights, scale: str) -> None:
-    """Put FP4 scales in the kernel's order in the place of SGLang's, and point calls to both."""
+    """Replace SGLang's FP4 scales by those in the kernel's order, and point calls to weights and scales."""
     _check_formula(experts)
     pairs: Any = (made.w13, made.w13_scale), (made.w2, made.w2_scale)
     for name, (_, value) in zip(("w13", "w2"), pairs, strict=True):

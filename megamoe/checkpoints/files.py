@@ -159,8 +159,8 @@ class Output:
 
 def write(
     folder: Path, outputs: list[Output], shard_bytes: int, written: Callable[[int], Any]
-) -> int:
-    """Write shards of at most `shard_bytes`, or of one tensor, and their index. Returns how many.
+) -> None:
+    """Write shards of at most `shard_bytes`, or of one tensor, and their index.
 
     written: called with the bytes of each piece.
     """
@@ -176,7 +176,6 @@ def write(
     with open(folder / INDEX, "w") as file:
         json.dump(index, file, indent=2)
         _sync(file)
-    return len(shards)
 
 
 def _shards(outputs: list[Output], shard_bytes: int) -> Iterator[list[Output]]:

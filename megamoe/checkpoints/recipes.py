@@ -103,7 +103,7 @@ def check_recipes(
         for layout in (experts.layout, *written):
             case = _Case(experts, layout, dynamic_activations)
             for name, recipe in recipes:
-                _check_transposed(name, recipe, case)
+                _check_transforms(name, recipe, case)
                 if case.arrangement is not None:
                     _check(name, recipe, case, case.arrangement)
 
@@ -174,12 +174,12 @@ def _holds(found: Any, expected: Any) -> bool:
     return bool(found == expected)
 
 
-def _check_transposed(name: str, recipe: Any, case: _Case) -> None:
-    transposed = recipe.get("transform_config") if isinstance(recipe, dict) else None
-    if transposed not in (None, {}, {"config_groups": {}}):
-        _refuse(
-            f"{name}.transform_config", transposed, "none: rows are multiplied as they are", case
-        )
+def _check_transforms(name: str, recipe: Any, case: _Case) -> None:
+    """Raise ArgumentError if rows have to be transformed, such as rotated, before they are multiplied."""
+    said = recipe.get("transform_config") if isinstance(recipe, dict) else None
+    if said not in (None, {}, {"config_groups": {}}):
+        expected = "none: rows are multiplied as they are"
+        _refuse(f"{name}.transform_config", said, expected, case)
 
 
 def _check(name: str, recipe: Any, case: _Case, arrangement: str) -> None:

@@ -49,7 +49,7 @@ class Inputs(NamedTuple):
     @property
     def arguments(self) -> tuple[Any, ...]:
         """The arguments of of()."""
-        return *self[:3], ExpertWeights(*self[3:9]), *self[9:]
+        return *self[:3], self.weights, *self[9:]
 
     def call(self, weights: ExpertWeights, known: Any = None) -> Call:
         """Return the call for a backend, with the weights that it reads. known: as Call.known."""
