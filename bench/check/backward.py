@@ -13,7 +13,7 @@ from torch import Tensor
 import megamoe
 from bench.check.cases import Case
 from bench.check.oracle import Drawn, Oracle
-from bench.check.projections import check_everywhere
+from bench.check.projections import Gradients, check_everywhere
 from bench.ranks import Rank
 from megamoe.backends.call import Call, GradRequest, Needs
 from megamoe.backends.reference.route import Rows
@@ -27,9 +27,6 @@ MAIN_GRAD = 0.5  # what they hold before
 OTHER_CTAS = 4  # of emulate, which has 2
 ZERO_ROWS = {"bf16": 64, "e4m3": 128}  # an expert's rows are filled up to a multiple with zeros
 EMULATED = ("row_weight", "d_s", "dx_rows")
-
-
-Gradients = dict[str, Any]  # tensors; None where nobody needs one
 
 
 def made_of(problem: megamoe.Problem) -> tuple[str, ...]:
@@ -115,7 +112,7 @@ def check_backward(case: Case, me: Rank, args: argparse.Namespace) -> GradientCh
             del state, saved, stages
             d.forget_others()
             check_again(checker, backend, d, y, found, args.repeat)
-            getattr(backend, "check", lambda: None)()
+            backend.check()
             if args.fewer_sms:
                 check_fewer_sms(checker, d, y, found, args)
         else:
@@ -264,8 +261,8 @@ def check_again(
     """
     x, ids, scores = d.own
     plain, _ = backend.forward(Call(x, ids, scores, d.weights, d.live))
-    tokens = x.shape[0] if d.case.live is None else d.case.live[d.me.rank]
-    checker.require(same_bits(plain[:tokens], y[:tokens]), "y is another one where forward saves")
+    same = same_bits(plain[: d.num_live], y[: d.num_live])
+    checker.require(same, "y is another one where forward saves")
     for call in range(1, repeat):
         same_gradients(checker, found, through_backend(backend, d)[1], f"call {call + 1}")
     _, alone, _ = through_backend(backend, d, wanted=GRADIENTS[:2])
@@ -298,11 +295,11 @@ def check_fewer_sms(
     try:
         other.prepare(d.weights)
         again, gradients, _ = through_backend(other, d)
-        getattr(other, "check", lambda: None)()
+        other.check()
     finally:
         other.close()
-    tokens = d.x[d.me.rank].shape[0] if d.case.live is None else d.case.live[d.me.rank]
-    checker.require(same_bits(again[:tokens], y[:tokens]), "another grid: other bits of y")
+    same = same_bits(again[: d.num_live], y[: d.num_live])
+    checker.require(same, "another grid: other bits of y")
     same_gradients(checker, found, gradients, "another grid")
 
 

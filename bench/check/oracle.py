@@ -13,6 +13,7 @@ from bench.ranks import Rank
 from megamoe import ExpertWeights, Problem
 from megamoe.backends import reference
 from megamoe.backends.call import Call
+from megamoe.backends.reference.layer import keep_rows
 from megamoe.backends.reference.route import Rows, route
 from megamoe.formats.weights import TransposedWeights
 from megamoe.testing.gradients import OF_EXPERTS
@@ -84,6 +85,12 @@ class Drawn:
         if not self.problem.formats.transposes:
             return None
         return TransposedWeights.of(self.problem, self.weights)
+
+    @property
+    def num_live(self) -> int:
+        """Tokens of this rank that are computed."""
+        mine = self.me.rank
+        return len(self.x[mine]) if self.case.live is None else self.case.live[mine]
 
     @property
     def own(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -193,12 +200,7 @@ class Oracle:
         saved: [M, P*I] by pool row, of this rank.
         """
         d, gathered = self.d, []
-        starts = [0]
-        for ids in d.ids:
-            starts.append(starts[-1] + ids.shape[0])
-        tokens = torch.cat([t + s for t, s in zip(self.kept, starts, strict=False)])
-        for rank, rows in enumerate(d.rows):
-            rows = rows.keep(tokens)
+        for rank, rows in enumerate(keep_rows(d.rows, d.ids, self.kept)):
             part = saved.new_empty(rows.token.numel(), saved.shape[1])
             if rank == self.rank:
                 part.copy_(saved[rows.pool_row])

@@ -127,30 +127,29 @@ class GradientChecker(StageChecker):
         self, name: str, got: Tensor, expected: Tensor, size: Tensor | None = None
     ) -> Tensor:
         """Return how far apart single elements may be: a step of the stored format, and the noise of their sums."""
-        step = rounding_step(torch.maximum(got.double().abs(), expected.double().abs()), got.dtype)
+        larger = torch.maximum(got.double().abs(), expected.double().abs())
+        step = rounding_step(larger, got.dtype)
         if name == "gate_up":
             return step + SUM_NOISE[self.precision] * rms(expected)
         if self.in_e4m3 and name in OPERANDS:
-            larger = torch.maximum(got.double().abs(), expected.double().abs())
             step = E4M3_STEP * larger + _least_step(expected)
         if name in ("dgu", "hs"):
             return step + PRODUCT_NOISE[self.products] * rms(expected)
         noise = LARGE_ROW * self._sums(name)
         if name in OF_EXPERTS:  # an expert of one row has the noise of its dgu
             noise = max(noise, PRODUCT_NOISE[self.products])
-            step = step + self._flipped(name, got, expected)
+            step = step + self._flipped(name, larger)
         of = expected if size is None else torch.maximum(expected.abs(), size)
         return step + DEVIATIONS * noise * rms(of, name in OF_EXPERTS)
 
-    def _flipped(self, name: str, got: Tensor, expected: Tensor) -> Tensor | float:
+    def _flipped(self, name: str, larger: Tensor) -> Tensor | float:
         """Return how far one step in one number of dgu or hs moves the sums that it is part of.
 
         That is a row of dw13 or a column of dw2, which is hardly more than that number contributes if the expert has
-        few rows. Among many rows it is less than the noise.
+        few rows. Among many rows it is less than the noise. larger: magnitudes of the sums, of both sides.
         """
-        if not self.in_e4m3 or name == "db2" or not expected.numel():
+        if not self.in_e4m3 or name == "db2" or not larger.numel():
             return 0.0
-        larger = torch.maximum(got.double().abs(), expected.double().abs())
         along = {"dw13": -1, "dw2": -2}.get(name)
         return E4M3_STEP * (larger if along is None else larger.amax(along, keepdim=True))
 

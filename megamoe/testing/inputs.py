@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from torch import Tensor
 from megamoe.backends.call import Call
 from megamoe.core.config import Problem
 from megamoe.formats.quantized import QuantizedRows
-from megamoe.formats.weights import ExpertWeights
+from megamoe.formats.weights import ExpertWeights, expected_weights
 
 # Inputs have other seeds: a row of x that equals a row of weights would make sums of many standard deviations.
 # Below 2^32: of a seed, torch's CPU generator takes 32 bits.
@@ -70,9 +71,8 @@ def make_routing(
         return torch.randint(begin, experts, shape, generator=generator, device=device)
     if kind == "duplicates" or experts < top_k:
         return torch.randint(experts, shape, generator=generator, device=device)
-    scores = torch.rand(
-        num_tokens, experts, generator=generator, dtype=torch.float32, device=device
-    )
+    drawn: Any = {"generator": generator, "dtype": torch.float32, "device": device}
+    scores = torch.rand(num_tokens, experts, **drawn)
     if kind == "hot":
         scores[:, experts // 2] = 2.0
     if kind == SKEWED:  # Gumbel's noise: the largest are draws without repetition
@@ -80,7 +80,7 @@ def make_routing(
         scores = -(-scores.clamp_min(1e-30).log()).log() - (order.to(device) + 1).log()
     ids = scores.topk(top_k, dim=1).indices
     if kind == "dropped":
-        dice = torch.rand(shape, generator=generator, dtype=torch.float32, device=device)
+        dice = torch.rand(shape, **drawn)
         ids = ids.masked_fill(dice < 0.2, -1).masked_fill(dice > 0.87, experts)
     elif kind not in ("uniform", "hot", SKEWED):
         known = ", ".join((*ROUTINGS, OVERLOADED, SKEWED))
@@ -101,16 +101,10 @@ def make_inputs(
     """Draw the inputs of one rank (default: problem.rank); each rank gets its own."""
     rank = problem.rank if rank is None else rank
     generator = torch.Generator(device=device).manual_seed(seed * 64 + rank)
-    x = torch.randn(
-        num_tokens, problem.hidden, generator=generator, dtype=torch.float32, device=device
-    )
+    drawn: Any = {"generator": generator, "dtype": torch.float32, "device": device}
+    x = torch.randn(num_tokens, problem.hidden, **drawn)
     ids = make_routing(problem, num_tokens, routing, generator=generator)
-    weights = (
-        torch.rand(
-            num_tokens, problem.top_k, generator=generator, dtype=torch.float32, device=device
-        )
-        + 0.05
-    )
+    weights = torch.rand(num_tokens, problem.top_k, **drawn) + 0.05
     weights = weights / weights.sum(1, keepdim=True)
     return Inputs(x.bfloat16(), ids.to(ids_dtype), weights)
 
@@ -128,19 +122,15 @@ def make_weights(
     quantize: False returns the bf16 masters.
     """
     rank = problem.rank if rank is None else rank
-    num, begin = problem.num_local_experts(rank), problem.expert_begin(rank)
-    planes, h, i = problem.activation.planes, problem.hidden, problem.intermediate
+    shapes = expected_weights(replace(problem, rank=rank), torch.bfloat16)
+    made = {n: torch.empty(s, dtype=dtype, device=device) for n, (s, dtype) in shapes.items()}
+    stds = {"w13": problem.hidden**-0.5, "w2": problem.intermediate**-0.5, "b13": 0.2, "b2": 0.2}
     generator = torch.Generator(device=device)
-    w13 = torch.empty(num, planes * i, h, dtype=torch.bfloat16, device=device)
-    w2 = torch.empty(num, h, i, dtype=torch.bfloat16, device=device)
-    b13 = torch.empty(num, planes * i, dtype=torch.float32, device=device) if problem.bias else None
-    b2 = torch.empty(num, h, dtype=torch.float32, device=device) if problem.bias else None
-    for local in range(num):
-        generator.manual_seed(WEIGHT_SEEDS + seed * 1_000_003 + 17 * (begin + local))
-        for tensor, std in ((w13, h**-0.5), (w2, i**-0.5), (b13, 0.2), (b2, 0.2)):
-            if tensor is not None:
-                shape = tensor.shape[1:]
-                drawn = torch.randn(shape, generator=generator, dtype=torch.float32, device=device)
-                tensor[local] = drawn * std
-    weights = ExpertWeights(w13, w2, b13, b2)
+    drawn: Any = {"generator": generator, "dtype": torch.float32, "device": device}
+    for local in range(problem.num_local_experts(rank)):
+        expert = problem.expert_begin(rank) + local
+        generator.manual_seed(WEIGHT_SEEDS + seed * 1_000_003 + 17 * expert)
+        for name, tensor in made.items():
+            tensor[local] = torch.randn(tensor.shape[1:], **drawn) * stds[name]
+    weights = ExpertWeights(**made)
     return weights.quantized(problem) if quantize else weights

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -98,11 +99,9 @@ def kept_tokens(x: list[Any], check_tokens: Tensor | list[Tensor] | None) -> lis
 
 def keep_rows(all_rows: list[Rows], topk_ids: list[Tensor], kept: list[Tensor]) -> list[Rows]:
     """Return the rows of the kept tokens, of each expert rank."""
-    tokens, start = [], 0
-    for ids, of_home in zip(topk_ids, kept, strict=True):
-        tokens.append(of_home + start)
-        start += ids.shape[0]
-    return [rows.keep(torch.cat(tokens)) for rows in all_rows]
+    starts = [0, *accumulate(len(ids) for ids in topk_ids[:-1])]
+    tokens = torch.cat([of_home + start for of_home, start in zip(kept, starts, strict=True)])
+    return [rows.keep(tokens) for rows in all_rows]
 
 
 def _dispatch(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -44,7 +45,7 @@ def route(problem: Problem, rank: int, topk_ids: list[Tensor]) -> Rows:
     """Order the rows of an expert rank by expert, chunk, k, token. topk_ids: [T, K] by home rank."""
     begin, num = problem.expert_begin(rank), problem.num_local_experts(rank)
     ranks, top_k = problem.ep_size, problem.top_k
-    home, token, k, expert, first = [], [], [], [], 0
+    home, token, k, expert = [], [], [], []
     for source, ids in enumerate(topk_ids):
         local = ids.long() - begin
         t, which = torch.nonzero((local >= 0) & (local < num), as_tuple=True)
@@ -67,10 +68,7 @@ def route(problem: Problem, rank: int, topk_ids: list[Tensor]) -> Rows:
     expert_M = expert_M[order]
     pool_row = torch.arange(expert_M.numel(), device=expert_M.device) + shift[expert_M]
 
-    offsets = [0]
-    for ids in topk_ids:
-        first += ids.shape[0]
-        offsets.append(first)
+    offsets = [0, *accumulate(len(ids) for ids in topk_ids)]
     token_M = token_M + torch.tensor(offsets, device=token_M.device)[home_M]
     return Rows(
         home=home_M[order],
