@@ -73,7 +73,7 @@ def exchange_counts(
     group: Group,
     mark: Sequence[int],
     parts: Sequence[Tensor] | Tensor,
-    number: Tensor | None = None,
+    number: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Tell each rank `parts` [R], numbers of rows; the host waits. Collective.
 

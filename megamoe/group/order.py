@@ -53,7 +53,7 @@ def mark_of(call: str) -> list[int]:
 def check_marks(
     marks: Sequence[Sequence[int]],
     rank: int,
-    label: Callable[[int], str] = "rank {}".format,
+    label: Callable[[int], str],
     error_of: Callable[[int], str] = lambda _: "an error",
 ) -> None:
     """Raise RankMismatch unless all ranks make the same call, PeerFault if another one has failed: on all ranks.
@@ -74,9 +74,7 @@ def check_marks(
             )
 
 
-def check_numbers(
-    numbers: Sequence[int], rank: int, label: Callable[[int], str] = "rank {}".format
-) -> None:
+def check_numbers(numbers: Sequence[int], rank: int, label: Callable[[int], str]) -> None:
     """Raise RankMismatch unless the backward passes of all ranks belong to the same call. numbers: by rank."""
     own = numbers[rank]
     for other, number in enumerate(numbers):

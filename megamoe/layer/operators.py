@@ -31,7 +31,7 @@ before_call: list[Callable[[], None]] = []
 
 
 def forward(
-    runtime: Runtime, inputs: Inputs, weights: ExpertWeights, keep: bool, known: Any = None
+    runtime: Runtime, inputs: Inputs, weights: ExpertWeights, keep: bool, known: Any
 ) -> Any:
     """Return y, like x, and the state if it is saved, else None. weights: of inputs. known: as Call.known."""
     with runtime.lock:
