@@ -196,7 +196,7 @@ def weights_of(
         w2 = experts.weight2.view(held, -1, hidden).transpose(1, 2).contiguous()
     else:
         w13, w2 = (joined(parameters[n], adding=adding) for n in ("w13", "w2"))
-    # Hundreds of parameters: not for nothing.
+    # Without copies nobody reads the sources, and there are hundreds of parameters.
     sources = [parameters[n] if copies else () for n in ("w13", "w2")]
     biases = [torch.stack(parameters[n]) for n in ("b13", "b2") if n in parameters]
     return weights_from((w13, w2), sources, biases, MASTERS if copies else MASTERS[:1])

@@ -175,7 +175,7 @@ class Experts(mk.FusedMoEExpertsModular):
 
     @staticmethod
     def _supports_parallel_config(moe_parallel_config: Any) -> bool:
-        config = moe_parallel_config  # tp_size: of whom an expert is shared by
+        config = moe_parallel_config  # tp_size: the number of ranks that share an expert
         return config.tp_size == 1 and not config.use_batched_activation_format
 
     @staticmethod

@@ -12,9 +12,9 @@ from torch import Tensor
 from megamoe.group.group import Group
 from megamoe.group.order import MARK_INTS, check_numbers
 
-# Waits for what was sent, where a stream can wait the stream does, and returns what came.
+# Waits for an exchange (the stream waits if it can, else the host) and returns what this rank received.
 Waiter = Callable[[], Tensor]
-# The engine: (rows [sum(send), ...], rows to each rank, rows from each[, place for them]) -> a Waiter for what comes.
+# The engine: (rows [sum(send), ...], rows to each rank, rows from each rank[, memory for these]) -> a Waiter.
 Exchange = Callable[..., Waiter]
 
 

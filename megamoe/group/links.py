@@ -101,7 +101,7 @@ class Links:
 
     rail, host: stay the same objects when what is behind them is made anew.
     broken: what broke a call so that only renew() helps, or None.
-    num_recorded: the number of the last call of which gradients are recorded, equal along a rail. None comes again.
+    num_recorded: number of the last call whose gradients are recorded, equal along a rail. Numbers never repeat.
     """
 
     def __init__(self, group: Group, hosts: Hosts) -> None:

@@ -26,7 +26,7 @@ from megamoe.layer.rows import checked
 from megamoe.layer.runtime import Runtime, runtime_of
 from megamoe.layer.signature import Signature
 
-# What modules look at before each call: a compiled graph leaves their own look out.
+# Checks of modules before each call: a compiled graph skips those in their forward().
 before_call: list[Callable[[], None]] = []
 
 
@@ -91,7 +91,7 @@ _FORWARD = (
 _BACKWARD = (
     f"moe_backward(Tensor dy, {_INPUTS}, Tensor handle, bool[] needs, Tensor state) -> ({_RESULTS})"
 )
-# Done by hand what torch.library.custom_op does: a call takes 2.3 us of 9.5 less (2026-11-22, CPU, no_grad).
+# What torch.library.custom_op does, by hand: this saves 2.3 us of a call's 9.5 us (2026-11-22, CPU, no_grad).
 library = torch.library.Library("megamoe", "FRAGMENT")
 for _schema, _op, _fake in (
     (_FORWARD, _forward, _fake_forward),

@@ -53,7 +53,7 @@ class Signature:
         It does not detect storage that shrank to a smaller size above zero; nor do torch's own operations.
         """
         w13, w2, b13, b2, s13, s2 = w.w13, w.w2, w.b13, w.b2, w.w13_scale, w.w2_scale
-        if out is x:  # as good as none, and no guard is met by one tensor twice
+        if out is x:  # counts as none: guards do not match where one tensor occurs twice
             out = None
         # Guards would ask nested tensors for their sizes and end the process. x was asked for its shape before.
         if topk_ids.is_nested or topk_weights.is_nested or w13.is_nested or w2.is_nested:

@@ -170,7 +170,7 @@ class Emulation:
             Targets.make(masters[r], w.needs.of_weights, w.into, nan_like)
             for r, w in enumerate(asked)
         ]
-        # The kernel leaves tokens behind the count alone: they have no gradient.
+        # The kernel does not write tokens from the count on: their gradients are zero.
         empty = [nan_like if c.num_tokens_device is None else torch.zeros_like for c in calls]
         dxs = [empty[r](dys[r]) for r in ranks]
         d_weights = [empty[r](calls[r].topk_ids, dtype=torch.float32) for r in ranks]

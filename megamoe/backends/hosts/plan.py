@@ -55,7 +55,7 @@ class Numbers(NamedTuple):
 
 
 class Planner:
-    """Those of one layer. What a call does with them, in this order: begin(), pack_metadata(), confirm(), exchange().
+    """Plan the exchanges of one layer. A call makes begin(), pack_metadata(), confirm(), exchange(), in this order.
 
     problem: of all hosts. rail: the equal ranks of all hosts, of which this is number `host`. bounds: [N + 1], the
     first expert of each host, and E. groups: scales of a row as it travels. mark: of the layer. engine: what carries
@@ -143,7 +143,7 @@ class Planner:
         """Raise RankMismatch where hosts differed in a call before, as far as this host knows without waiting."""
 
     def check_all(self) -> None:
-        """Do so for all calls: wait."""
+        """Do the same for all calls, and wait for them."""
 
     def abort(self, error: Exception) -> None:
         """Tell the other hosts, where they wait in the call that this rank does not make."""
