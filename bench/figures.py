@@ -663,9 +663,12 @@ def speed() -> str:
         ["training step, one H200", "megamoe in BF16", "", span(over_bf16(m) for m in MODELS)],
     ]
     average, error = apart()
+    fp8 = {r["of"]: r["value"] for r in lines(PRINTED) if r["case"] == "mega fp8-e4m3"}
     note = f"""The Qwen3-MoE (107 M parameters, 300 steps, one seed) ended with a loss {loss_gap():.1f} % above that of
         transformers' own experts. Four more seeds on one H200 at commit dac9b21 showed that this was chance: there the
-        losses differ by {average:.2f} %, with a standard error of {error:.2f} %."""
+        losses differ by {average:.2f} %, with a standard error of {error:.2f} %. A small model's loss in FP8 differs
+        from BF16's by {fp8["difference, %"]} % (standard error {fp8["standard error, %"]} %, {fp8["seeds"]} seeds, one
+        H200, 2026-11-29)."""
     above = f"""2026-11-28, commit 5067e49; a Qwen3-MoE 2026-11-26, 0198aff; last row ca7e45d. {OLDER[4]} {OLDER[2]}"""
     made = table(above, ["what", "compared with", "BF16", "FP8"], rows)
     return f"{made}\n\n{wrapped(note)}"
