@@ -8,6 +8,7 @@ import json
 import signal
 import subprocess
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -196,6 +197,7 @@ def test_kill_judges_survivors_and_the_victim(monkeypatch, survivor, victim, fou
             self.hangs = False
 
     monkeypatch.setattr(faults.subprocess, "Popen", Process)
+    monkeypatch.setattr(faults.dist, "TCPStore", lambda *_, **__: SimpleNamespace(port=1))
     out = faults.kill(argparse.Namespace(bound=2.0), 2)
     if found is None:
         assert out.failures == []

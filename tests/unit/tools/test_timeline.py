@@ -14,7 +14,9 @@ from megamoe.backends.emulate.emulation import Emulation
 
 @pytest.fixture
 def timeline(monkeypatch):
-    def run(*arguments):
+    def run(*arguments, draws=False):
+        if not draws:  # which takes seconds
+            monkeypatch.setattr(module, "draw", lambda *_: False)
         monkeypatch.setattr(sys, "argv", ["timeline.py", *map(str, arguments)])
         return tool("timeline").main()
 
@@ -95,7 +97,7 @@ def test_recorded_marks_are_us_since_the_first_cta_began(timeline, tmp_path, cap
     later = {n: t + 500 for n, t in WHOLE.items()}
     absent = WHOLE | {"start": 8_800, "end": 8_900}  # its other marks are of the launch before
     recorded(tmp_path / "marks.csv", WHOLE, later, absent)
-    assert timeline("--marks", tmp_path / "marks.csv", "--out", tmp_path) == 0
+    assert timeline("--marks", tmp_path / "marks.csv", "--out", tmp_path, draws=True) == 0
     found = spans(tmp_path / "timeline.json")
     assert found["rank 0: roles of CTA 0", "math"][1] == ("tiles", 3.0, 7.0)
     assert found["rank 0: CTAs", "CTA 1"][0] == ("route", 0.5, 1.5)

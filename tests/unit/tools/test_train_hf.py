@@ -42,6 +42,7 @@ def run(alone, monkeypatch, capsys):
     """Return a function that trains and compares: arguments -> exit code, what was printed."""
     monkeypatch.setattr(train_hf, "CPU_SIZES", SIZES)
     monkeypatch.setattr(train_hf, "shared_corpus", lambda: TEXT)
+    monkeypatch.setattr(train_hf, "draw", lambda *_: False)  # test_tools_training.py has a picture
 
     def call(**changed):
         me = Rank(0, 1, torch.device("cpu"))
@@ -72,19 +73,19 @@ def test_both_runs_agree(run, tmp_path):
 
 def test_seeds_are_compared_in_pairs(run, tmp_path):
     """The printed difference is that of the rows in the CSV; the first losses are another seed's, too."""
-    code, said = run(seeds=[3, 5, 8], curves=tmp_path / "curves.png")
+    code, said = run(seeds=[3, 8], steps=2, curves=tmp_path / "curves.png")
     assert code == 0, said
-    assert said.count("PASS") == 3 * 6
+    assert said.count("PASS") == 2 * 6
     _, losses = read(tmp_path / "curves.csv")
-    assert list(losses) == [(n, "bf16", seed) for seed in (3, 5, 8) for n in ("megamoe", "eager")]
-    assert len({found[0] for found in losses.values()}) >= 3
+    assert list(losses) == [(n, "bf16", seed) for seed in (3, 8) for n in ("megamoe", "eager")]
+    assert len({found[0] for found in losses.values()}) >= 2
     ours, theirs = (
-        [statistics.mean(losses[name, "bf16", seed]) for seed in (3, 5, 8)]
+        [statistics.mean(losses[name, "bf16", seed]) for seed in (3, 8)]
         for name in ("megamoe", "eager")
     )
     each = [100 * (a / b - 1) for a, b in zip(ours, theirs, strict=True)]
-    error = statistics.stdev(each) / 3**0.5
-    line = f"{statistics.mean(each):+.2f}% from eager, standard error {error:.2f}%, 3 seeds"
+    error = statistics.stdev(each) / 2**0.5
+    line = f"{statistics.mean(each):+.2f}% from eager, standard error {error:.2f}%, 2 seeds"
     assert line in said
 
 
@@ -137,7 +138,7 @@ def scaled_weights(experts):
 )
 def test_planted_faults_are_seen(fault, part, run, monkeypatch):
     monkeypatch.setattr(adapter.Experts, "__call__", fault(adapter.Experts.__call__))
-    code, said = run()
+    code, said = run(steps=2)
     assert code == 1
     assert f"FAIL: {part} gradients" in said
 
@@ -146,7 +147,7 @@ def test_a_run_without_our_layers_is_no_run(run, monkeypatch):
     """Otherwise transformers' own experts would be compared with themselves."""
     for module in (hf_model, training, train_hf):
         monkeypatch.setattr(module, "OURS", "eager")
-    code, said = run(compare="grouped_mm")
+    code, said = run(compare="grouped_mm", steps=1)
     assert code == 1
     assert "FAIL: 0 of 2 layers by megamoe" in said
 
@@ -210,11 +211,12 @@ def test_cases_are_compared_in_pairs(run, tmp_path):
     """Each begins with the same weights and text; FP8 rounds, so its losses are others."""
     cases = ["own", "bf16", "fp8-e4m3"]
     path = tmp_path / "cases.csv"
-    code, said = run(cases=cases, seeds=[3, 5], curves=path, window=2, backend="reference")
+    given = {"cases": cases, "seeds": [3, 5], "steps": 3, "window": 2}
+    code, said = run(**given, curves=path, backend="reference")
     assert code == 0, said
     _, losses = read(path)
     assert list(losses) == [("hf", case, seed) for seed in (3, 5) for case in cases]
-    assert {len(found) for found in losses.values()} == {RUN["steps"]}
+    assert {len(found) for found in losses.values()} == {3}
     for seed in (3, 5):
         own, bf16, fp8 = (losses["hf", case, seed] for case in cases)
         assert own[0] == pytest.approx(bf16[0], abs=1e-3)
