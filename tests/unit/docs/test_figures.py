@@ -6,6 +6,7 @@ Elsewhere a page states a figure of time, memory or speed only if `STATED` has i
 import json
 import re
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -106,7 +107,7 @@ def changed_lines(rows):
 def test_a_table_is_of_its_file(page, name, monkeypatch):
     """test_docs.py compares it with the page; here another file gives another table: none is written by hand."""
     before, read = figures.PARTS[page][name](), figures.lines
-    monkeypatch.setattr(figures, "lines", lambda file: changed_lines(read(file)))
+    monkeypatch.setattr(figures, "lines", cache(lambda file: changed_lines(read(file))))
     cells = [re.findall(r"(?<=\| )[\d.,]+", t) for t in (before, figures.PARTS[page][name]())]
     assert len(cells[0]) == len(cells[1]) > 0
     assert cells[0] != cells[1]
