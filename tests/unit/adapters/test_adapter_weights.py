@@ -87,8 +87,9 @@ def test_experts_are_quantized_once_a_step(name, dtype):
     own.close()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("name", ["Qwen3Moe", "GptOss"])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("Qwen3Moe", torch.bfloat16), ("GptOss", torch.float32)]
+)
 def test_the_step_quantizes(name, dtype):
     """after_step() knows the experts from their first call on; one of another model's parameters is refused."""
     own = adapter.register("megamoe_stepped", backend="reference", precision="fp8")

@@ -2,6 +2,7 @@
 
 import copy
 import json
+from itertools import product
 
 import pytest
 import torch
@@ -155,11 +156,18 @@ def inverse(tensors, names, end):
         tensors[name] = 1 / tensors[name]
 
 
-FAULTS = [None, of_other_rows, exchanged, of_another_expert, inverse]
+FAULTS = [of_other_rows, exchanged, of_another_expert, inverse]
+WITH_FAULTS = (
+    "MiniMax-M2",
+    "FP8_DYNAMIC of w1",
+    "FP8",
+)  # scales of blocks, of channels and of matrices
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("case", PUBLISHED)
+@pytest.mark.parametrize(
+    ("case", "fault"),
+    [*((case, None) for case in PUBLISHED), *product(WITH_FAULTS, FAULTS)],
+)
 def test_the_formats_own_numbers(tmp_path, case, fault):
     tensors, numbers, config = published(case)
     if fault is not None:
