@@ -87,11 +87,27 @@ def run(rank, folder, name):
     return result
 
 
+def run_and_refuse(rank, folder, plain):
+    """Ranks import transformers for seconds: once for both tests."""
+    found = run(rank, folder, NAMES[0])
+    gc.enable()
+    return found, refuse(rank, plain)
+
+
+@pytest.fixture(scope="module")
+def of_ranks(tmp_path_factory):
+    folder, plain = (tmp_path_factory.mktemp(name) for name in ("model", "plain"))
+    model_of(NAMES[0], "eager", **ALL_EXPERTS[NAMES[0]]).save_pretrained(folder)
+    model_of(NAMES[0], "eager").save_pretrained(plain)
+    return list(zip(*launch(run_and_refuse, 2, str(folder), str(plain)), strict=True))
+
+
 @pytest.mark.parametrize("name", [NAMES[0], pytest.param(NAMES[1], marks=pytest.mark.slow)])
-def test_models_over_two_ranks(name, tmp_path):
-    model = model_of(name, "eager", **ALL_EXPERTS[name])
-    model.save_pretrained(tmp_path)
-    results = launch(run, 2, str(tmp_path), name)
+def test_models_over_two_ranks(of_ranks, name, tmp_path):
+    model, results = model_of(name, "eager", **ALL_EXPERTS[name]), of_ranks[0]
+    if name != NAMES[0]:
+        model.save_pretrained(tmp_path)
+        results = launch(run, 2, str(tmp_path), name)
     for found in results:
         assert found["own"] == found["shared"] == 1 + len(list(model.parameters()))
         assert found["experts"] == 3
@@ -157,9 +173,8 @@ def refuse(rank, folder):
     return found
 
 
-def test_what_one_rank_refuses_raises_on_all(tmp_path):
-    model_of("Qwen3Moe", "eager").save_pretrained(tmp_path)
-    there, here = launch(refuse, 2, str(tmp_path), timeout_s=60)
+def test_what_one_rank_refuses_raises_on_all(of_ranks):
+    there, here = of_ranks[1]
     assert there[1::2] == here[1::2] == [(None, "")] * 3  # a later call is as good as ever
     assert [kind for kind, _ in there[::2]] == ["PeerFault"] * 3, there
     for (_, error), text in zip(
