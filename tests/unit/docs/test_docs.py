@@ -112,7 +112,8 @@ def test_links_and_file_names_exist(document):
 
 def test_comments_name_what_exists():
     assert len(SOURCES) > 300
-    found = [p for p in SOURCES if missing_places(p.read_text(), p)]  # perhaps outside of comments
+    # Of Python, those with something missing anywhere: to find comments in them takes longer.
+    found = [p for p in SOURCES if p.suffix != ".py" or missing_places(p.read_text(), p)]
     missing = {str(p.relative_to(ROOT)): missing_places(comments(p), p) for p in found}
     assert not {name: places for name, places in missing.items() if places}
 

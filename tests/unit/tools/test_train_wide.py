@@ -100,7 +100,7 @@ def test_fp32_masters_of_fp8_are_the_parameters(run, monkeypatch):
 
 def test_a_case_that_fails_leaves_the_others(run, monkeypatch):
     monkeypatch.setitem(CASES, "fp8", {"precision": "fp8", "transposes": "none"})
-    code, said, cases, _ = run(cases=["fp8", "bf16"])
+    code, said, cases, _ = run(cases=["fp8", "bf16"], steps=1)
     assert code == 1
     assert "FAIL: fp8" in said
     assert list(cases) == ["BF16"]
@@ -114,7 +114,7 @@ def test_a_loss_that_is_not_finite_is_no_result(run, monkeypatch):
     monkeypatch.setattr(wide, "backward", spoiled)
     behind = lambda m: (setattr(seen, "done", 1), quantize(m))  # noqa: E731
     monkeypatch.setattr(megamoe, "quantize_experts", behind)
-    code, said, cases, _ = run(cases=["bf16", "fp8"])
+    code, said, cases, _ = run(cases=["bf16", "fp8"], steps=1)
     assert code == 1
     assert "FAIL: fp8" in said
     assert list(cases) == ["BF16"]
@@ -123,7 +123,7 @@ def test_a_loss_that_is_not_finite_is_no_result(run, monkeypatch):
 def test_a_run_without_our_layers_is_no_run(run, monkeypatch):
     monkeypatch.setattr(wide, "OURS", "eager")
     monkeypatch.setattr(wide, "import_module", lambda name: argparse.Namespace(register=Stranger))
-    code, said, cases, _ = run(cases=["own", "bf16"])
+    code, said, cases, _ = run(cases=["own", "bf16"], steps=1)
     assert code == 1
     assert list(cases) == [LABELS["own"]]
     assert "FAIL: bf16" in said
