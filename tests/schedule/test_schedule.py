@@ -294,10 +294,8 @@ def test_streams(order, blocks, tiles1, tiles2, extra, ctas, seed, fixed2, round
     check_streams(order, Launch(blocks, tiles1, tiles2, span, ctas, rounds=rounds))
 
 
-# DSv3, Flash, Qwen3-235B, Qwen3-30B: tiles, and the K of gemm1 over that of gemm2
-@pytest.mark.parametrize(
-    ("tiles1", "tiles2", "rounds"), [(16, 28, 3), (16, 16, 2), (12, 16, 2), (6, 8, 2)]
-)
+# DSv3, Qwen3-30B: tiles, and the K of gemm1 over that of gemm2
+@pytest.mark.parametrize(("tiles1", "tiles2", "rounds"), [(16, 28, 3), (6, 8, 2)])
 def test_few_blocks_are_shared_evenly(order, tiles1, tiles2, rounds):
     uneven = 0
     for blocks in range(1, 129):

@@ -84,14 +84,6 @@ def test_compiled_step(kind):
     assert torch._dynamo.utils.counters["frames"]["ok"] == frames  # counting is no recompilation
 
 
-def test_accumulation():
-    layer = make()
-    with watched() as seen:
-        optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-2, fused=True)
-        train(layer, stepping(optimizer), micro_batches=4)
-    assert seen == {"stale": 0, "q": DUE}
-
-
 def test_a_hook_behind_a_step():
     """An optimizer's own hooks run before those of all optimizers; what they call has the new values."""
     layer = make()
@@ -329,7 +321,6 @@ FSDP_CASES = [  # reshard_after_forward, kind of optimizer, micro-batches
     (True, "foreach", 1),
     (True, "fused", 4),
     (False, "foreach", 1),
-    (False, "fused", 1),
 ]
 
 

@@ -82,10 +82,8 @@ def _trained(rank, gathers, reshard=True, policy=None, kind="fused", **options):
 CASES = {
     "bf16": {"dtype": torch.bfloat16},
     "fp32": {"dtype": torch.float32},
-    "foreach": {"dtype": torch.float32, "kind": "foreach"},
-    "kept": {"dtype": torch.float32, "reshard": False},
-    "biases": {"dtype": torch.float32, "bias": True},
-    "staged": {"dtype": torch.float32, "backend": "staged"},
+    "foreach, kept": {"dtype": torch.float32, "kind": "foreach", "reshard": False},
+    "staged, biases": {"dtype": torch.float32, "backend": "staged", "bias": True},
     "emulate": {"dtype": torch.float32, "backend": "emulate"},
 }
 NARROW = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False)

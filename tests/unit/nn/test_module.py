@@ -89,29 +89,6 @@ def test_autocast_rule():
     assert_close(rounded, y, relative=0.01)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp8"])
-def test_training_lowers_the_loss(precision):
-    layer = make(precision=precision, bias=True)
-    inputs = make_inputs(layer.problem, 48)
-    target = torch.randn(48, 48)
-    optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
-    losses = []
-    for _ in range(8):
-        optimizer.zero_grad()
-        y = layer(inputs.x, inputs.topk_ids, inputs.topk_weights)
-        loss = (y.float() - target).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses == sorted(losses, reverse=True)
-    assert losses[-1] < 0.95 * losses[0]
-    # fp8: the copies follow the optimizer
-    y = layer(inputs.x, inputs.topk_ids, inputs.topk_weights)
-    fresh = make(precision=precision, bias=True, init_seed=9)
-    fresh.load_state_dict(layer.state_dict())
-    assert torch.equal(y, fresh(inputs.x, inputs.topk_ids, inputs.topk_weights))
-
-
 def test_given_fp8_weights():
     layer = make(precision="fp8")
     inputs = make_inputs(layer.problem, 16)
