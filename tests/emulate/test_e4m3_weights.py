@@ -114,7 +114,7 @@ def test_added_to_fp32_and_alone() -> None:
 
 def test_channels_apart_in_size() -> None:
     """A channel of dgu that is small beside its block keeps its bits: it has a scale of its own."""
-    problem = Problem(128, 256, 2, 1, max_tokens=100, precision="fp8", activation="relu2")
+    problem = Problem(128, 256, 2, 1, max_tokens=100, precision="fp8")
     call = Call.make(problem, [100])
     master = call.masters[0]
     small = 2.0**-12

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ import torch
 from flaws import SEEN, names, plant
 from hypothesis import HealthCheck, given, settings
 from shapes import Case, cases
-from thread_group import ThreadGroup
 from torch import Tensor
 from training_cases import least_pool
 
@@ -135,13 +133,8 @@ def test_bits_do_not_depend_on_anything_but_the_inputs(precision: str) -> None:
     first: list[Tensor] | None = None
     worst = layout.worst_pool_rows(problem)
     for num_ctas, pool_rows, step_blocks, seed in (
-        *((2, None, 16, 0), (4, None, 16, 0), (6, None, 16, 0)),
-        *(
-            (2, least_pool(problem), 16, 0),
-            (6, worst, 16, 1),
-            (2, least_pool(problem) + 256, 17, 2),
-        ),
-        *((4, None, 40, 3), (2, None, 16, 4), (2, least_pool(problem), 16, 5)),
+        *((2, None, 16, 0), (6, worst, 16, 1), (2, least_pool(problem) + 256, 17, 2)),
+        *((4, None, 40, 3), (2, least_pool(problem), 16, 5)),
     ):
         emulation = Emulation(
             problem, num_ctas=num_ctas, pool_rows=pool_rows, step_blocks=step_blocks
@@ -165,7 +158,7 @@ def test_rows_of_few_tokens_move_in_slices(precision: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(8))
 def test_orders_of_execution(seed: int) -> None:
     problem = Problem(
         144, 144, 6, 2, ep_size=3, max_tokens=64, precision="fp8" if seed % 2 else "bf16"
@@ -175,7 +168,7 @@ def test_orders_of_execution(seed: int) -> None:
         num_ctas=2 + 2 * (seed % 2),
         pool_rows=least_pool(problem) if seed % 4 == 0 else None,
     )
-    for _ in range(3):
+    for _ in range(2):
         check(emulation, [64, 20, 41], seed=seed)
 
 
@@ -244,8 +237,7 @@ def test_four_ranks() -> None:
     check(Emulation(problem), [64, 1, 64, 32])
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp8"])
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize(("precision", "seed"), [("bf16", 0), ("fp8", 1)])
 def test_eight_ranks_and_sixteen_routes(precision: str, seed: int) -> None:
     """As many ranks and routes as there may be; E does not divide over the ranks; a rank without tokens."""
     problem = Problem(64, 48, 19, 16, ep_size=8, max_tokens=40, precision=precision)
@@ -255,9 +247,9 @@ def test_eight_ranks_and_sixteen_routes(precision: str, seed: int) -> None:
     check(emulation, tokens[::-1], routing="dropped", seed=seed)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp8"])
 @pytest.mark.parametrize(
-    ("top_k", "routing"), [(22, "uniform"), (32, "dropped"), (32, "duplicates")]
+    ("precision", "top_k", "routing"),
+    [("bf16", 22, "uniform"), ("fp8", 32, "dropped"), ("bf16", 32, "duplicates")],
 )
 def test_thirty_two_routes(precision: str, top_k: int, routing: str) -> None:
     """As many routes as a row's number can hold; several passes; not gated, as in Nemotron 3 Super."""
@@ -459,27 +451,6 @@ def test_backend_alone() -> None:
     assert y is out
     assert_close(y, reference(problem, inputs, weights)[0], relative=TOLERANCE["bf16"])
     backend.close()
-
-
-def test_backend_of_threads() -> None:
-    problem, inputs, weights, expected = backend_inputs()
-    results: list[Any] = [None, None]
-
-    def rank_main(rank: int, group: ThreadGroup) -> None:
-        backend = EmulateBackend(replace(problem, rank=rank), group)
-        i = inputs[rank]
-        call = Call(i.x, i.topk_ids, i.topk_weights, weights[rank])
-        results[rank], _ = backend.forward(call)
-
-    threads = [
-        threading.Thread(target=rank_main, args=pair) for pair in enumerate(ThreadGroup.create(2))
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    for y, e in zip(results, expected, strict=True):
-        assert_close(y, e, relative=TOLERANCE["bf16"])
 
 
 def _process_main(rank: int) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -22,10 +24,15 @@ CTAS = 8
 TOKENS = [700, 380]
 
 
-def problem_of(precision: str, activation: str = "swiglu") -> Problem:
-    return Problem(
-        272, 272, 4, 2, ep_size=2, max_tokens=700, precision=precision, activation=activation
-    )
+def problem_of(precision: str) -> Problem:
+    return Problem(272, 272, 4, 2, ep_size=2, max_tokens=700, precision=precision)
+
+
+@cache
+def without_meetings(precision: str) -> list[torch.Tensor]:
+    problem = problem_of(precision)
+    inputs, weights = inputs_of(problem, TOKENS)
+    return Emulation(problem, num_ctas=CTAS).forward_all(calls_of(*columns(inputs), weights))
 
 
 def came(emulation: Emulation) -> torch.Tensor:
@@ -39,12 +46,11 @@ def test_bits_do_not_depend_on_meetings(monkeypatch: pytest.MonkeyPatch, precisi
     problem = problem_of(precision)
     inputs, weights = inputs_of(problem, TOKENS)
     call = (*columns(inputs), weights)
-    expected = Emulation(problem, num_ctas=CTAS).forward_all(calls_of(*call))
+    expected = without_meetings(precision)
     small = least_pool(problem) + 512
     # The last number: of launches, of which a second finds the counts of the first.
     for many, seed, pool, launches in (
-        *((4, 0, None, 2), (4, 1, None, 1), (4, 4, small, 1)),
-        *((3, 2, None, 1), (3, 5, small, 2), (40, 3, None, 1), (40, 6, small, 2)),
+        *((4, 1, None, 2), (3, 2, None, 1), (3, 5, small, 2), (40, 6, small, 1)),
     ):
         meet = Meet(many, mean_rows=1)
         monkeypatch.setattr(meetings, "chosen", lambda *_, meet=meet: meet)
@@ -57,8 +63,8 @@ def test_bits_do_not_depend_on_meetings(monkeypatch: pytest.MonkeyPatch, precisi
 
 
 def test_training_meets_and_saves_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = problem_of("bf16")
-    inputs, weights = inputs_of(problem, TOKENS)
+    problem = replace(problem_of("bf16"), num_experts=2)
+    inputs, weights = inputs_of(problem, [TOKENS[0] // 2, TOKENS[1] // 2])
     calls = calls_of(*columns(inputs), weights)
     dys = [torch.randn_like(i.x) for i in inputs]
 
@@ -82,18 +88,16 @@ def test_few_rows_meet_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not came(emulation).any()
 
 
-@pytest.mark.parametrize("seed", range(1, 5))
+@pytest.mark.parametrize("seed", range(1, 4))
 def test_pairs_that_come_to_the_door_late_are_not_counted(
     monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     problem = problem_of("bf16")
     inputs, weights = inputs_of(problem, TOKENS)
-    call = (*columns(inputs), weights)
-    expected = Emulation(problem, num_ctas=CTAS).forward_all(calls_of(*call))
     monkeypatch.setattr(meetings, "chosen", lambda *_: Meet(mean_rows=1))
     emulation = Emulation(problem, num_ctas=CTAS, join_ns=1)
-    ys = emulation.forward_all(calls_of(*call), seed=seed)
-    assert all(same_bits(y, e) for y, e in zip(ys, expected, strict=True))
+    ys = emulation.forward_all(calls_of(*columns(inputs), weights), seed=seed)
+    assert all(map(same_bits, ys, without_meetings("bf16")))
     for rank in range(2):
         pairs = int(emulation.region(rank, "members")) & 0xFF
         assert int(emulation.region(rank, "came").max()) <= pairs

@@ -61,9 +61,10 @@ def test_passes_over_ranks(rooms: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("hidden", "intermediate", "rows"),
-    [(160, 4224, (70, 81)), (32, 32, (8300, 70, 80))],
+    ("rooms", "hidden", "intermediate", "rows"),
+    [(1, 160, 4224, (70, 81)), (2, 32, 32, (8300, 70, 80))],
     ids=["panels and patches", "blocks"],
+    indirect=["rooms"],
 )
 def test_more_than_a_warp_has_lanes_for(
     rooms: int, hidden: int, intermediate: int, rows: tuple[int, ...]
@@ -94,6 +95,7 @@ LOST = {
 }
 
 
+@pytest.mark.parametrize("rooms", [1], indirect=True)
 @pytest.mark.parametrize("lost", names({name: flaw for name, (flaw, _) in LOST.items()}))
 def test_what_is_lost_ends_the_launch_and_is_named(
     lost: str, rooms: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

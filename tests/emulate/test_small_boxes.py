@@ -9,7 +9,7 @@ import pytest
 import torch
 from flaws import SEEN, names, plant
 from fp4_cases import spread_ids
-from training_cases import Call, check
+from training_cases import Call, check, judge
 
 from megamoe.backends.emulate.emulation import Emulation
 from megamoe.core.config import Problem
@@ -116,8 +116,12 @@ def test_launches_that_train_need_the_zeros_of_whole_boxes(
 ) -> None:
     """Weight gradients read rows behind an expert's last: of what a slot held before, they are NaN or wrong."""
     problem = Problem(144, 80, 5, 3, max_tokens=70)
-    check(Emulation(problem), Call.make(problem, [70]))
-    also = (*NONE[:2], "if (T::Pool::restored) return 0;")
-    plant(also, monkeypatch, tmp_path / "flaw")
+    call = Call.make(problem, [70])
+    check(Emulation(problem), call)
+    emulation = Emulation(problem)
+    with monkeypatch.context() as patch:
+        plant((*NONE[:2], "if (T::Pool::restored) return 0;"), patch, tmp_path / "flaw")
+        _, states = call.forward(emulation)  # backward, whose pool is restored, has no small boxes
+    found = call.backward(emulation, states)
     with pytest.raises(AssertionError):
-        check(Emulation(problem), Call.make(problem, [70]))
+        judge(emulation, call, states, found)
