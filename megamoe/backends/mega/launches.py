@@ -28,7 +28,6 @@ from megamoe.jit.source import Variant
 from megamoe.launch import panels
 from megamoe.launch.arguments import (
     Plan,
-    fill_call,
     fill_pointers,
     fill_static,
     fill_weights,
@@ -190,12 +189,14 @@ class Launch:
         fill_weights(self.argument, self._plan, w, self._encode)
 
     def _is_new(self, call: Call) -> bool:
-        """Whether the argument block was filled for another call; check and point it at the weights then."""
+        """Whether the argument block was filled for another call; check it then, and fill in its sizes and weights."""
         if call.known is not None and call.known is self._known:
             return False
         if call.known is None:
             check_call(self.problem, call, self.device)
         self.point_at(call.weights)
+        self.argument.num_tokens = call.rows[0].shape[0]
+        self.argument.ids_are_int64 = call.topk_ids.dtype == torch.int64
         # A copy of biases is made of their values: anew in every call.
         b13 = call.weights.b13
         self._known = call.known if b13 is None or b13.is_contiguous() else None
@@ -235,8 +236,7 @@ class Forward(Launch):
         with launch_lock:
             x, scale = call.x if type(call.x) is QuantizedRows else (call.x, None)
             if self._is_new(call):
-                self.argument.num_tokens = tokens = x.shape[0]
-                self.argument.ids_are_int64 = call.topk_ids.dtype == torch.int64
+                tokens = x.shape[0]
                 kind, self.launcher = next(k for n, k in self._kernels.items() if tokens >= n)
                 self._launched = self._launched[0], kind
                 shape, strides = (tokens, self.problem.hidden), (self.problem.hidden, 1)
@@ -289,7 +289,7 @@ class Training:
         """Return y [T, H] bf16 and the state of the call; see MegaBackend.forward."""
         launch, args = self.train, self.train.argument
         with launch_lock:
-            fill = fill_call if launch._is_new(call) else fill_pointers
+            launch._is_new(call)
             x, topk_ids, topk_weights = call[:3]
             assert isinstance(x, Tensor)
             tokens, hidden = x.shape
@@ -298,7 +298,7 @@ class Training:
             if state is None:
                 state = launch._empty((self._plan.train_state.bytes,), (1,), torch.uint8)
             launch._keep_in(state)
-            fill(args, x, topk_ids, topk_weights, y, call.num_tokens_device)
+            fill_pointers(args, x, topk_ids, topk_weights, y, call.num_tokens_device)
             launch._launch((x, topk_ids, topk_weights, y, state, call.num_tokens_device))
             self._state = TensorWeakRef(state)
         return y, state

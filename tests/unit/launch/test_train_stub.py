@@ -439,6 +439,23 @@ def test_weights_refused_halfway_are_not_taken_for_those_before(trained):
         )
 
 
+@FP8
+def test_a_call_that_ran_out_of_memory_may_be_repeated(trained, monkeypatch):
+    """The second time it is known: only its addresses are written."""
+    layer, known = trained.layer(), object()
+    trained.forward(layer)
+
+    def full(*_):
+        raise torch.OutOfMemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(layer._training.train, "_empty", full)
+        with pytest.raises(torch.OutOfMemoryError):
+            trained.forward(layer, 3, known=known)
+    trained.forward(layer, 3, known=known)
+    assert argument("train").num_tokens == 3
+
+
 class Apart(Group):
     """A group whose other rank could not make its kernel, while `failing`."""
 
