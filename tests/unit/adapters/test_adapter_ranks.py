@@ -95,7 +95,7 @@ def run_and_refuse(rank, folder, plain):
 
 
 @pytest.fixture(scope="module")
-def of_ranks(tmp_path_factory):
+def results(tmp_path_factory):
     folder, plain = (tmp_path_factory.mktemp(name) for name in ("model", "plain"))
     model_of(NAMES[0], "eager", **ALL_EXPERTS[NAMES[0]]).save_pretrained(folder)
     model_of(NAMES[0], "eager").save_pretrained(plain)
@@ -103,22 +103,22 @@ def of_ranks(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", [NAMES[0], pytest.param(NAMES[1], marks=pytest.mark.slow)])
-def test_models_over_two_ranks(of_ranks, name, tmp_path):
-    model, results = model_of(name, "eager", **ALL_EXPERTS[name]), of_ranks[0]
+def test_models_over_two_ranks(results, name, tmp_path):
+    model, of_ranks = model_of(name, "eager", **ALL_EXPERTS[name]), results[0]
     if name != NAMES[0]:
         model.save_pretrained(tmp_path)
-        results = launch(run, 2, str(tmp_path), name)
-    for found in results:
+        of_ranks = launch(run, 2, str(tmp_path), name)
+    for found in of_ranks:
         assert found["own"] == found["shared"] == 1 + len(list(model.parameters()))
         assert found["experts"] == 3
         assert found["layers"] >= 2  # of the last model; the first may be gone
-        assert found["texts"] == results[0]["texts"]
+        assert found["texts"] == of_ranks[0]["texts"]
         assert len(found["texts"][0]) == 10
         refused = "over several ranks, expected all experts on one rank, or ep_implementation"
         assert refused in found["not ours"]
         assert "x.shape[0] is 70, expected at most max_tokens = 64" in found["too many"]
-    assert results[0]["left"] > results[1]["left"] == 0
-    assert "rank 1 raised ArgumentError" in results[0]["too many"]
+    assert of_ranks[0]["left"] > of_ranks[1]["left"] == 0
+    assert "rank 1 raised ArgumentError" in of_ranks[0]["too many"]
 
 
 def train_sharded(rank, name, reshard):
@@ -173,8 +173,8 @@ def refuse(rank, folder):
     return found
 
 
-def test_what_one_rank_refuses_raises_on_all(of_ranks):
-    there, here = of_ranks[1]
+def test_what_one_rank_refuses_raises_on_all(results):
+    there, here = results[1]
     assert there[1::2] == here[1::2] == [(None, "")] * 3  # a later call is as good as ever
     assert [kind for kind, _ in there[::2]] == ["PeerFault"] * 3, there
     for (_, error), text in zip(
