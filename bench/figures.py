@@ -22,7 +22,8 @@ from megamoe.launch.meetings import Meet
 from megamoe.testing.shapes import SHAPES
 
 MEASUREMENTS = ROOT / "docs" / "measurements"
-EP4, PEER = "2026-11-28-5067e49-ep4.csv", "2026-11-28-5067e49-deepgemm.csv"
+EP4, EP2 = "2026-11-28-5067e49-ep4.csv", "2026-11-29-afaa707-ep2.csv"
+PEER = "2026-11-28-5067e49-deepgemm.csv"
 H100, H200 = "2026-11-25-565007b-h100.csv", "2026-11-28-5067e49-h200.csv"
 HF = "2026-11-26-0198aff-hf.csv"
 SPUN, PRINTED = "2026-11-26-31d8be9-hosts-spin.csv", "printed.csv"
@@ -189,6 +190,8 @@ BY_E4M3, _BY_BF16 = ({"gradients": f"bf16 by {kind}"} for kind in ("e4m3", "bf16
 BY_BF16 = "FP8, BF16 dW"
 ALL = [(model, tokens) for model in MODELS for tokens in TOKENS]
 LARGE = [("dsv3", 4096), *((model, 8192) for model in MODELS if model != "dsv3")]
+TWO_GPUS = [(m, t) for m in ("dsv3", "qwen3-235b", "qwen3-30b") for t in (4096, 8192)]
+STEP = {"direction": "step"}
 
 
 def few_tokens() -> str:
@@ -256,6 +259,20 @@ FOUR_GPUS: dict[str, Callable[[], str]] = {
             "speed-up BF16": (STAGED, BF16),
             "FP8 ": (STAGED, FP8 | BY_E4M3),
         },
+    ),
+    "step-ep2": partial(
+        pivot,
+        "model, tokens per rank",
+        token_rows(TWO_GPUS),
+        {
+            "forward": ({"direction": "train", **BF16}, {"direction": "train", **FP8}),
+            "backward": ({"direction": "backward", **BF16}, {"direction": "backward", **FP8}),
+            "step BF16": STEP | BF16,
+            "FP8": STEP | FP8,
+            "quantizing": {"direction": "quantize"},
+            "step": (STEP | BF16, STEP | FP8),
+        },
+        file=EP2,
     ),
     "routing": partial(
         pivot,
@@ -652,6 +669,10 @@ def speed() -> str:
     whole = [span((over_nccl(m, 8192, kind) for m in MODELS), ".1f") for kind in (BF16, FP8)]
     ours = [mean(file=EP4, run="step", **kind) for kind in (BF16, FP8 | BY_E4M3)]
     steps = [mean(file=EP4, run="step", **STAGED) / us for us in ours]
+    quantizing = [
+        mean(EP2, **of, **STEP, **BF16) / mean(EP2, **of, **STEP, **FP8)
+        for of in token_rows(TWO_GPUS).values()
+    ]
     nccl, deepgemm = "NCCL all-to-all + `torch._grouped_mm`, BF16", "DeepGEMM's inference kernel"
     rows = [
         ["forward, 8,192 tokens per GPU", nccl, *whole],
@@ -660,7 +681,13 @@ def speed() -> str:
         ["forward, 8 and 64 tokens per GPU, one to four H200", deepgemm, "", few],
         ["training step of Qwen3-30B's layer", nccl, *(f"{x:.1f}x" for x in steps)],
         ["training a Qwen3-MoE, tokens/s", "transformers' own experts", f"{gain():.2f}x", ""],
-        ["training step, one H200", "megamoe in BF16", "", span(over_bf16(m) for m in MODELS)],
+        [
+            "training step without quantizing, one H200",
+            "megamoe in BF16",
+            "",
+            span(over_bf16(m) for m in MODELS),
+        ],
+        ["training step with quantizing, two H200", "megamoe in BF16", "", span(quantizing)],
     ]
     average, error = apart()
     fp8 = {r["of"]: r["value"] for r in lines(PRINTED) if r["case"] == "mega fp8-e4m3"}
@@ -668,8 +695,10 @@ def speed() -> str:
         transformers' own experts. Four more seeds on one H200 at commit dac9b21 showed that this was chance: there the
         losses differ by {average:.2f} %, with a standard error of {error:.2f} %. A small model's loss in FP8 differs
         from BF16's by {fp8["difference, %"]} % (standard error {fp8["standard error, %"]} %, {fp8["seeds"]} seeds, one
-        H200, 2026-11-29)."""
-    above = f"""2026-11-28, commit 5067e49; a Qwen3-MoE 2026-11-26, 0198aff; last row ca7e45d. {OLDER[4]} {OLDER[2]}"""
+        H200, 2026-11-29). Quantizing: of the experts' weights, once per optimizer step; the row of two H200 is without
+        DeepSeek-V4-Flash."""
+    above = f"""2026-11-28, commit 5067e49; a Qwen3-MoE 2026-11-26, 0198aff; last rows ca7e45d and 2026-11-29,
+        afaa707. {OLDER[4]} {OLDER[2]}"""
     made = table(above, ["what", "compared with", "BF16", "FP8"], rows)
     return f"{made}\n\n{wrapped(note)}"
 
