@@ -57,11 +57,15 @@ gpu: $(READY)
 
 ## libraries  adapters of Megatron-Core, torchtitan, SGLang, vLLM, FlashInfer beside these, in .venv-libraries
 libraries: $(LIBRARIES_READY)
-	CUDA_VISIBLE_DEVICES= .venv-libraries/bin/python -m pytest -q -p no:warnings tests/libraries
-	for library in sglang vllm compressed_tensors; do PYTHONPATH=$(PYTHONPATH):.venv-libraries/serving CUDA_VISIBLE_DEVICES= \
-	    .venv-libraries/bin/python -m pytest -q -p no:warnings tests/libraries/test_$$library.py || exit 1; done
-	PYTHONPATH=$(PYTHONPATH):.venv-libraries/flashinfer CUDA_VISIBLE_DEVICES= \
-	    .venv-libraries/bin/python -m pytest -q -p no:warnings tests/libraries/test_flashinfer.py
+	@$(MAKE) --no-print-directory -k -j2 -O $(addprefix .libraries-,vllm training sglang flashinfer compressed_tensors)
+# Each in a process of its own, with packages that the others must not see.
+.libraries-vllm .libraries-sglang .libraries-compressed_tensors: BESIDE := :.venv-libraries/serving
+.libraries-flashinfer: BESIDE := :.venv-libraries/flashinfer
+.libraries-%: FILES = tests/libraries/test_$*.py
+.libraries-training: FILES := tests/libraries
+.libraries-%:
+	PYTHONPATH=$(PYTHONPATH):tests/libraries$(BESIDE) CUDA_VISIBLE_DEVICES= \
+	    .venv-libraries/bin/python -m pytest -q -p no:warnings $(FILES)
 # Without their dependencies, which would replace packages of .venv: with what they import on CPUs.
 $(LIBRARIES_READY): $(READY) setup.py Makefile tests/libraries/serving.txt
 	rm -rf .venv-libraries
@@ -70,9 +74,9 @@ $(LIBRARIES_READY): $(READY) setup.py Makefile tests/libraries/serving.txt
 	    > $$(.venv-libraries/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/over.pth
 	tools/pip_install.sh .venv-libraries/bin/python --no-deps $(PIP_ARGS) $(LIBRARIES)
 	tools/pip_install.sh .venv-libraries/bin/python --no-deps $(PIP_ARGS) \
-	    --target .venv-libraries/serving -r tests/libraries/serving.txt
+	    --target .venv-libraries/serving --no-compile -r tests/libraries/serving.txt
 	tools/pip_install.sh .venv-libraries/bin/python --no-deps $(PIP_ARGS) \
-	    --target .venv-libraries/flashinfer $(FLASHINFER)
+	    --target .venv-libraries/flashinfer --no-compile $(FLASHINFER)
 	@touch $@
 
 ## accept   all that a change of the kernel has to pass on GPUs: checks, soak, demo, sweep; logs in out/accept

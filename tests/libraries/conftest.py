@@ -1,6 +1,17 @@
 """What tests of several libraries begin with."""
 
+import sys
+
 import pytest
+
+MODELS = "vllm_models", "sglang_models", "megatron_models", "torchtitan_models"
+
+
+def pytest_collection_finish():
+    """Let the fork server import what these files have, not each rank: for vLLM and SGLang that takes 10 s."""
+    from megamoe.testing.launch import PRELOADED
+
+    PRELOADED.extend(name for name in MODELS if name in sys.modules)
 
 
 @pytest.fixture(scope="module")
