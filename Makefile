@@ -74,9 +74,9 @@ $(LIBRARIES_READY): $(READY) setup.py Makefile tests/libraries/serving.txt
 	    > $$(.venv-libraries/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/over.pth
 	tools/pip_install.sh .venv-libraries/bin/python --no-deps $(PIP_ARGS) $(LIBRARIES)
 	tools/pip_install.sh .venv-libraries/bin/python --no-deps $(PIP_ARGS) \
-	    --target .venv-libraries/serving --no-compile -r tests/libraries/serving.txt
+	    --target .venv-libraries/serving -r tests/libraries/serving.txt
 	tools/pip_install.sh .venv-libraries/bin/python --no-deps $(PIP_ARGS) \
-	    --target .venv-libraries/flashinfer --no-compile $(FLASHINFER)
+	    --target .venv-libraries/flashinfer $(FLASHINFER)
 	@touch $@
 
 ## accept   all that a change of the kernel has to pass on GPUs: checks, soak, demo, sweep; logs in out/accept
