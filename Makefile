@@ -20,7 +20,7 @@ GPUS = $(shell $(PY) -c 'import torch; print(torch.cuda.device_count())' 2>/dev/
 XDIST = $(shell $(PY) -c "import os, xdist; print('-n', min(16, os.cpu_count()), '--dist worksteal')" 2>/dev/null)
 CLANG_FORMAT = $(firstword $(wildcard .venv/bin/clang-format) clang-format)
 SHELLCHECK = $(firstword $(wildcard .venv/bin/shellcheck) shellcheck)
-SOURCES = $(shell find csrc -name '*.h' -o -name '*.cuh' -o -name '*.cu' -o -name '*.cpp')
+SOURCES = $(shell find csrc bench tests -name '*.h' -o -name '*.cuh' -o -name '*.cu' -o -name '*.cpp')
 PYTHON_SOURCES := setup.py megamoe jit bench examples tests tools
 export SLOW ?= 0
 
@@ -100,14 +100,14 @@ lint: $(READY)
 	$(PY) -m ruff check $(PYTHON_SOURCES)
 	$(PY) -m ruff format --check $(PYTHON_SOURCES)
 	$(PY) -m mypy
-	$(if $(SOURCES),@$(CLANG_FORMAT) --dry-run -Werror $(SOURCES))
+	@$(CLANG_FORMAT) --dry-run -Werror $(SOURCES)
 	$(SHELLCHECK) tools/*.sh .ci/run
 
 ## fmt      format everything
 fmt: $(READY)
 	$(PY) -m ruff check --fix-only $(PYTHON_SOURCES)
 	$(PY) -m ruff format $(PYTHON_SOURCES)
-	$(if $(SOURCES),$(CLANG_FORMAT) -i $(SOURCES))
+	$(CLANG_FORMAT) -i $(SOURCES)
 
 ## dist     source distribution and wheel in dist/
 dist: $(READY)
