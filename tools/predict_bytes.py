@@ -45,8 +45,8 @@ def main() -> int:
                 rows = rows_of_experts(shape, tokens, machine.seed)
                 for meet in args.meet:
                     found = predict(shape, precision, rows, meet, machine, args.train)
-                    order = "steps" if meet is None else f"{meet.who} {meet.many} {meet.gemms}"
-                    print(f"{shape.name:16}{precision:6}{tokens:6}  {order:14}{found}", flush=True)
+                    order = f"rounds,many={meet.many},cycles={meet.cycles}" if meet else "steps"
+                    print(f"{shape.name:16}{precision:6}{tokens:6}  {order:26}{found}", flush=True)
     return 0
 
 

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from programs import passes
 
 from bench.memory_model.predict import Machine, meet_from, predict, rows_of_experts
 from megamoe.launch.meetings import Meet
@@ -54,3 +55,11 @@ def test_who_meets_is_read() -> None:
     assert meet_from("rounds,many=6") == Meet(many=6)
     with pytest.raises(Exception, match="expected steps, or rounds"):
         meet_from("rounds,most=6")
+
+
+def test_the_tool_prints_each_order():
+    options = "--shape tiny --tokens 64 --meet steps rounds rounds,many=6,cycles=0"
+    lines = passes("predict_bytes.py", *options.split()).splitlines()
+    orders = ["steps", "rounds,many=4,cycles=170", "rounds,many=6,cycles=0"]
+    assert [line.split()[3] for line in lines] == orders
+    assert all("read" in line for line in lines)
