@@ -16,14 +16,7 @@ from megamoe.jit import paths
 
 FLAGS = ("-lineinfo",)  # changes no instruction
 OPCODES = ("HGMMA", "QGMMA", "UTMALDG", "UTMASTG", "SYNCS", "LDL", "STL")
-REQUIRED = {
-    "bf16": ("HGMMA", "UTMALDG", "UTMASTG", "SYNCS"),
-    "fp8": ("QGMMA", "UTMALDG", "UTMASTG", "SYNCS"),
-    "fp8_channel": ("QGMMA", "UTMALDG", "UTMASTG", "SYNCS"),
-    "bf16xmxfp4": ("HGMMA", "PRMT", "UTMALDG", "UTMASTG", "SYNCS"),
-    "bf16xnvfp4": ("HGMMA", "PRMT", "UTMALDG", "UTMASTG", "SYNCS"),
-    "fp8xmxfp4": ("QGMMA", "PRMT", "UTMALDG", "UTMASTG", "SYNCS"),
-}
+REQUIRED = ("UTMALDG", "UTMASTG", "SYNCS")  # next to the instructions of a precision
 FORBIDDEN = ("LDL", "STL")
 FIGURES = "figures.json"
 
@@ -84,6 +77,16 @@ def show_changes(before: dict[str, dict[str, int]], after: dict[str, dict[str, i
         print(f"{variant:<32}{', '.join(moved) or 'equal'}")
 
 
+def required(variant: jit.Variant | jit.GroupedVariant) -> set[str]:
+    """Return the instructions that a variant must have."""
+    of = PRECISIONS[variant.precision]
+    if of.packed and variant.kernel == "backward":  # which multiplies packed weights as bf16
+        of = PRECISIONS["bf16"]
+    found = {*REQUIRED, "QGMMA" if of.x.scaled else "HGMMA"} | ({"PRMT"} if of.packed else set())
+    # The rows of a kernel for few tokens are scattered by ordinary stores.
+    return found - {"UTMASTG"} if variant.kernel == "few" else found
+
+
 def check(
     variant: jit.Variant | jit.GroupedVariant,
     result: jit.CompileResult,
@@ -102,12 +105,7 @@ def check(
         faults.append(f"{result.stack_bytes} bytes of stack")
     faults += result.warnings
     if counts is not None:
-        # Backward multiplies packed weights as bf16.
-        as_bf16 = variant.kernel == "backward" and PRECISIONS[variant.precision].packed
-        required = set(REQUIRED["bf16" if as_bf16 else variant.precision])
-        if variant.kernel == "few":  # whose rows are scattered by ordinary stores
-            required.remove("UTMASTG")
-        faults += [f"no {name}" for name in sorted(required) if not counts[name]]
+        faults += [f"no {name}" for name in sorted(required(variant)) if not counts[name]]
         faults += [f"{counts[name]} {name}" for name in FORBIDDEN if counts[name]]
     if size is not None and not 0 < size.epilogue <= MOST_EPILOGUE_BYTES:
         most = MOST_EPILOGUE_BYTES

@@ -2,13 +2,11 @@
 
 import math
 
-from megamoe.core.table import PRECISIONS, Format
+from megamoe.core.table import PRECISIONS, Format, by_precision
 from megamoe.testing.shapes import Shape
 
 # Limits of an H200 as measured (docs/measurements.md): what a perfect implementation could not beat.
-GEMM_TFLOPS = dict.fromkeys(("fp8", "fp8_channel", "fp8xmxfp4"), 1300.0) | dict.fromkeys(
-    ("bf16", "bf16xmxfp4", "bf16xnvfp4"), 745.0
-)
+GEMM_TFLOPS = by_precision({"fp8": 1300.0, "bf16": 745.0})
 HBM_BYTES_PER_US = 4.3e6
 NVLINK_BYTES_PER_US = 340e3
 BF16_BYTES = 2

@@ -15,20 +15,13 @@ from bench.ranks import Rank
 from bench.shapes import local_shapes
 from bench.tables import WIDTH, header, write_table
 from bench.timing import Timer, modes_of
-from megamoe.core.table import PRECISIONS
+from megamoe.core.table import PRECISIONS, by_precision
 from megamoe.testing import OVERLOADED, SKEWED
 from megamoe.testing.shapes import Shape
 
 ITSELF = "itself"  # a baseline: the backend in BF16
 ROUTINGS = ("uniform", SKEWED, "hot", "one_rank", OVERLOADED)  # in which every route is computed
-FLOPS_PER_SM_CLOCK = {
-    "fp8": 8192,
-    "bf16": 4096,
-    "fp8_channel": 8192,
-    "fp8xmxfp4": 8192,
-    "bf16xmxfp4": 4096,
-    "bf16xnvfp4": 4096,
-}
+FLOPS_PER_SM_CLOCK = by_precision({"fp8": 8192, "bf16": 4096})
 
 
 def entries(precision: str, args: argparse.Namespace) -> list[Entry]:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from bench.floors import GEMM_TFLOPS
 from bench.ranks import Rank
 from bench.shapes import problem_of
 from megamoe.backends.hosts.backend import chunks_of, inside
@@ -78,12 +79,12 @@ def launch_us(shape: Shape, precision: str, tokens: float, hosts: int, fabric: F
 
     Fitted to the sweep of EP4 on H200: DeepSeek-V3 within 9 %, Qwen3-235B 20 % too low at 512 and 1024.
     """
-    e4m3 = PRECISIONS[precision].x.scaled
     ranks = hosts * fabric.per_host
     hit = 1 - (1 - shape.top_k / shape.num_experts) ** (tokens * ranks)
-    size = shape.matrices * shape.hidden * shape.intermediate * (1 if e4m3 else 2)
+    w = PRECISIONS[precision].w
+    size = shape.matrices * shape.hidden * shape.intermediate * w.bytes / w.packed  # no scales
     weights_us = shape.num_experts / ranks * hit * size / fabric.hbm_gb_s / 1e3
-    flops_us = shape.flops(1) * tokens / (1.3e9 if e4m3 else 0.745e9)
+    flops_us = shape.flops(1) * tokens / (GEMM_TFLOPS[precision] * 1e6)
     return 1.28 * sqrt(weights_us**2 + flops_us**2) + 30
 
 

@@ -15,13 +15,12 @@ from bench.ranks import Rank
 from megamoe.backends import reference
 from megamoe.backends.call import Call, GradRequest, Needs
 from megamoe.backends.mega.backend import MegaBackend
+from megamoe.core.table import by_precision
 from megamoe.testing import ROUTINGS, Inputs, compare, gpu_of, make_inputs, make_weights
 from megamoe.testing.shapes import Shape
 
 # relative error of y; docs/numerics.md
-LIMIT = {"bf16": 5e-3, "fp8": 1e-2, "fp8_channel": 2e-2} | {
-    "fp8xmxfp4": 1e-2, "bf16xmxfp4": 5e-3, "bf16xnvfp4": 5e-3
-}  # fmt: skip
+LIMIT = by_precision({"bf16": 5e-3, "fp8": 1e-2, "fp8_channel": 2e-2})
 SMALL = Shape("soak", hidden=1024, intermediate=512, num_experts=32, top_k=4)
 BLOCK = 500  # calls between two looks at the device
 FEW_TOKENS = 64  # below, one rounding step of h weighs more: four times the limit

@@ -175,3 +175,8 @@ REFUSED = {
     "with four, would quantize the weights again"
 }
 TRAINED = [p.name for p in PRECISIONS.values() if p.trains]
+
+
+def by_precision(of: dict[str, float]) -> dict[str, float]:
+    """Return a value for each precision: its own, or that of "fp8" or "bf16", whose rows it multiplies."""
+    return {n: of.get(n, of["fp8" if p.x.scaled else "bf16"]) for n, p in PRECISIONS.items()}

@@ -7,13 +7,12 @@ from torch import Tensor
 
 from megamoe.backends.reference.quant import dequantize_rows
 from megamoe.core.config import Problem
+from megamoe.core.table import by_precision
 from megamoe.testing.compare import Tolerance, compare, rounding_step
 
 # Relative Frobenius error. The oracle rounds where the kernel rounds: what is left is the order of sums, and roundings
 # that it tips over. docs/numerics.md
-LIMIT = {"bf16": 4e-3, "fp8": 1e-2, "fp8_channel": 2e-2} | {
-    "fp8xmxfp4": 1e-2, "bf16xmxfp4": 4e-3, "bf16xnvfp4": 4e-3
-}  # fmt: skip
+LIMIT = by_precision({"bf16": 4e-3, "fp8": 1e-2, "fp8_channel": 2e-2})
 # y in BF16 against fp32: h, y_rows, partials and y are rounded, 1.7e-3 each. A mean: not applied to fewer elements.
 FP32_LIMIT, ENOUGH = 5e-3, 256
 BF16_STEP = 2**-7  # of its element, at most: the limit for so few elements that one step decides
@@ -28,9 +27,7 @@ TWO_STEPS, FEWEST = 1.2, 144
 # 24 bits, 3e-4 for K = 7168. FP8: they keep 13 fractional bits while they add 32 products, 3e-3. Both simulated for
 # ten thousand elements, 2026-11-21; millions reach three times as far. FP8 with all of K in place: 5e-2, and 1.3e-2 in
 # the relative error of h (likewise, 2026-11-26).
-SUM_NOISE = {"bf16": 2e-3, "fp8": 2e-2, "fp8_channel": 2e-1} | {
-    "fp8xmxfp4": 2e-2, "bf16xmxfp4": 2e-3, "bf16xnvfp4": 2e-3
-}  # fmt: skip
+SUM_NOISE = by_precision({"bf16": 2e-3, "fp8": 2e-2, "fp8_channel": 2e-1})
 # Noise of later stages: a sum of steps in elements of h, times random weights, thus nearly normal. Five deviations
 # of the worst row, or of all rows with norms up to five times the average.
 DEVIATIONS, LARGE_ROW = 5, 5

@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import compile_report, floors, sweep
-from bench.soak import layer as soak
 from megamoe.backends import reference
 from megamoe.backends.call import Call
 from megamoe.backends.staged import StagedBackend
@@ -22,7 +20,7 @@ from megamoe.formats.weights import ExpertWeights, expected_weights
 from megamoe.jit.source import Variant, variants
 from megamoe.launch import layout
 from megamoe.launch.cache import QuantizedCache
-from megamoe.testing import gradients, intermediates, make_inputs, make_weights
+from megamoe.testing import intermediates, make_inputs, make_weights
 
 ROOT = Path(__file__).resolve().parents[3]
 SOURCES = sorted(
@@ -57,11 +55,10 @@ def test_the_checker_sees_every_way_to_compare() -> None:
     assert comparisons('LIMIT = {"bf16": 1, "fp8": 2}\np == "fp16"') == []
 
 
-def test_tables_by_precision_have_every_row() -> None:
-    tables = [intermediates.LIMIT, intermediates.SUM_NOISE, soak.LIMIT, compile_report.REQUIRED]
-    assert set(gradients.FP32_LIMIT) == set(table.TRAINED)
-    for found in (*tables, floors.GEMM_TFLOPS, sweep.FLOPS_PER_SM_CLOCK):
-        assert set(found) == set(table.PRECISIONS)
+def test_a_table_has_a_row_for_every_precision() -> None:
+    found = table.by_precision({"bf16": 1, "fp8": 2, "fp8_channel": 3})
+    assert list(found) == list(table.PRECISIONS)
+    assert list(found.values()) == [1, 2, 3, 2, 1, 1]
 
 
 @pytest.mark.parametrize("precision", table.PRECISIONS.values(), ids=lambda p: p.name)

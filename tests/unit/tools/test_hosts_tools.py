@@ -9,7 +9,15 @@ import torch
 from programs import passes, run
 
 from bench.hosts import plan, spin
-from bench.hosts.model import Fabric, Given, interpolated, other_hosts, pipeline_us, predict
+from bench.hosts.model import (
+    Fabric,
+    Given,
+    interpolated,
+    launch_us,
+    other_hosts,
+    pipeline_us,
+    predict,
+)
 from megamoe.backends.call import Backend, Call, GradRequest, Needs
 from megamoe.backends.hosts.backend import HostsBackend
 from megamoe.backends.select import make_backend
@@ -37,6 +45,14 @@ def test_the_model_is_the_designs(case):
     found = predict(SHAPES[name], precision, tokens, hosts, Fabric(), Given(groups=groups))
     times = found.launch, found.wire, found.two_level
     assert times == pytest.approx(DESIGN[case], rel=0.01)
+
+
+def test_packed_weights_are_read_in_less_time():
+    def us(precision):
+        return launch_us(SHAPES["dsv3"], precision, 8, 2, Fabric()) - 30
+
+    assert us("bf16") == pytest.approx(4 * us("bf16xmxfp4"), rel=0.01)
+    assert us("fp8") == pytest.approx(2 * us("fp8xmxfp4"), rel=0.01)
 
 
 def test_other_hosts_are_those_of_tokens_that_are_drawn():
