@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from bench.ops_cases import Case, cases
-from bench.plot import pyplot_or_none, save, shorter
+from bench.plot import pyplot_or_none, save, shorter, wrote
 from bench.tables import header, write_table
 from bench.timing import Contender, Timer, modes_of
 
@@ -163,6 +163,5 @@ def run(args: argparse.Namespace) -> int:
             torch.cuda.empty_cache()
     if found:
         picture = table.with_suffix(".png")
-        drawn = draw(found, title, picture)
-        print(f"wrote {table}{f' and {picture}' if drawn else '; no picture without matplotlib'}")
+        print(wrote(draw(found, title, picture), picture, table))
     return 0 if found else 1

@@ -94,6 +94,12 @@ def save(figure: Any, title: str, path: Path, figures: Any = None) -> None:
     picture.save(path, format="png", optimize=True, pnginfo=info)
 
 
+def wrote(drawn: bool, picture: Path, *files: Path) -> str:
+    """Return what a command says of its files. drawn: whether there is a picture, too."""
+    made = f" and {picture}" if drawn else "; no picture without matplotlib"
+    return f"wrote {', '.join(map(str, files))}{made}"
+
+
 def figures_in(path: Path) -> Any:
     """Return the figures that a PNG shows; None where it has none. Needs no library."""
     found = re.search(rb"tEXtfigures\0([^\0]*\})", path.read_bytes()) if path.exists() else None

@@ -10,7 +10,7 @@ import torch
 import megamoe
 from bench import dram, gemms
 from bench.layers import E4M3_FORWARD, FROZEN, FROZEN_MADE, Entry, TimedLayer, layers_of
-from bench.plot import Measurement, plot
+from bench.plot import Measurement, plot, wrote
 from bench.ranks import Rank
 from bench.shapes import local_shapes
 from bench.tables import WIDTH, header, write_table
@@ -134,10 +134,7 @@ def worker(me: Rank, args: argparse.Namespace) -> int:
         table = args.out / f"{args.name}.csv"
         write_table(table, title, found)
         picture = table.with_suffix(".png")
-        drawn = (
-            f" and {picture}" if plot(found, title, picture) else "; no picture without matplotlib"
-        )
-        print(f"wrote {table}{drawn}")
+        print(wrote(plot(found, title, picture), picture, table))
     return 0
 
 

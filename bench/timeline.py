@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bench.layers import Entry, layers_of
+from bench.plot import wrote
 from bench.ranks import Rank
 from bench.shapes import local_shapes, problem_of
 from bench.tables import header, write_table
@@ -351,7 +352,6 @@ def show(table: Path, args: argparse.Namespace) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / f"{args.name}.json"
     path.write_text(json.dumps(trace(ctas, args.cta, title)))
-    drawn = draw(ctas, args.cta, title, path.with_suffix(".png"))
-    picture = f" and {path.with_suffix('.png')}" if drawn else "; no picture without matplotlib"
-    print(f"wrote {table}, {path}{picture}")
+    picture = path.with_suffix(".png")
+    print(wrote(draw(ctas, args.cta, title, picture), picture, table, path))
     return 0

@@ -58,7 +58,7 @@ def main() -> int:
         help="limit of routing",
     )
     add("--sweep", type=Path, help="CSV with measured launches")
-    add("--plot", type=Path, help="picture to write")
+    add("--plot", type=Path, metavar="PNG", help="picture to write")
     add("--spin", action="store_true", help="measure here, with a simulated network")
     add("--chunks", type=int, help="--spin: parts of a call; default: by the layer's sizes")
     add("--exchange", nargs="+", default=["exact"], choices=EXCHANGES, help="--spin: how rows go")

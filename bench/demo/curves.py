@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from bench.demo.training import WINDOW, Setup, final_loss, train
-from bench.plot import pyplot_or_none, save, shorter
+from bench.plot import pyplot_or_none, save, shorter, wrote
 from bench.tables import PRINTED, header, write_table
 from megamoe.core.table import PRECISIONS
 
@@ -50,8 +50,7 @@ def compare_curves(
         said = f"{final_loss(curves.losses):.4f}, {memory(this.device)}"
         say(f"{backend} {precision}, seed {seed}: {said}")
     if this.rank == 0:
-        drawn = draw(found, title, path)
-        say(f"wrote {table}" + (f" and {path}" if drawn else "; no picture without matplotlib"))
+        say(wrote(draw(found, title, path), path, table))
     return summarize(found, say), found
 
 

@@ -22,6 +22,7 @@ from bench.hf.cases import CASES
 from bench.hf.generate import Decoder
 from bench.hf.model import CPU_SIZES, GPU_SIZES, OURS, Sizes, saved_model
 from bench.hf.training import Run, compare, train
+from bench.plot import wrote
 from bench.ranks import Rank
 from bench.shapes import problem_of
 from bench.tables import header
@@ -161,10 +162,9 @@ def write_curves(path: Path, by_key: dict[Key, Run], setup: Setup, title: str) -
 
 def draw_curves(path: Path) -> None:
     """Draw the losses of its CSV."""
-    title, losses = read(path.with_suffix(".csv"))
-    drawn = draw(losses, title, path)
-    picture = f" and {path}" if drawn else "; no picture without matplotlib"
-    print(f"wrote {path.with_suffix('.csv')}{picture}", flush=True)
+    table = path.with_suffix(".csv")
+    title, losses = read(table)
+    print(wrote(draw(losses, title, path), path, table), flush=True)
 
 
 def show_text(num_bytes: int, sizes: Sizes, weights: dict[str, Tensor], me: Rank) -> None:

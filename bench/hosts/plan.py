@@ -46,7 +46,8 @@ def run(args: argparse.Namespace) -> int:
     """Print the tables, and write a plot where one is asked for."""
     names = {field.name for field in fields(Fabric)} & vars(args).keys()
     fabric = Fabric(**{name: getattr(args, name) for name in names})
-    print(header())
+    title = header()
+    print(title)
     print(
         f"# {fabric}; times in us of a forward pass on each rank; the wire is a model, never measured"
     )
@@ -65,19 +66,19 @@ def run(args: argparse.Namespace) -> int:
                     found.setdefault(f"{shape.name} {precision}", []).append(p)
                     print(line(p))
     if args.plot is not None:
-        draw(found, args.plot)
+        drawn = draw(found, title, args.plot)
+        print(f"wrote {args.plot}" if drawn else "no picture without matplotlib")
     return 0
 
 
-def draw(found: dict[str, list[Prediction]], path: Path) -> None:
-    """Draw times over tokens, a panel for each layer, a colour for each number of hosts."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(1, len(found), figsize=(5 * len(found), 4), squeeze=False)
-    for (title, of), axis in zip(found.items(), axes[0], strict=True):
+def draw(found: dict[str, list[Prediction]], title: str, path: Path) -> bool:
+    """Draw times over tokens, a panel for each layer, a colour for each number of hosts; False without matplotlib."""
+    pyplot = plot.pyplot_or_none()
+    if pyplot is None:
+        return False
+    size = 5 * len(found), 4
+    figure, axes = pyplot.subplots(1, len(found), figsize=size, squeeze=False, layout="constrained")
+    for (layer, of), axis in zip(found.items(), axes[0], strict=True):
         for i, hosts in enumerate(sorted({p.hosts for p in of})):
             points = [p for p in of if p.hosts == hosts]
             tokens = [p.tokens for p in points]
@@ -86,8 +87,7 @@ def draw(found: dict[str, list[Prediction]], path: Path) -> None:
                 axis.plot(
                     tokens, [getattr(p, name) for p in points], style, color=f"C{i}", label=label
                 )
-        axis.set(xscale="log", yscale="log", xlabel="tokens a rank", ylabel="us", title=title)
+        axis.set(xscale="log", yscale="log", xlabel="tokens per rank", ylabel="us", title=layer)
         axis.legend(title="- layer, -- launch, : wire")
-    figure.tight_layout()
-    figure.savefig(path)
-    print(f"wrote {path}")
+    plot.save(figure, plot.shorter(title, 75 * len(found)), path)
+    return True

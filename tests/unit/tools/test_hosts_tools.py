@@ -95,6 +95,10 @@ def test_the_plan_says_when_hosts_are_worth_it(tmp_path):
     assert (two[1], two[4], two[-5:]) == ("2", "6000", ["wire", "fits", "beside", "the", "launch"])
     assert "wire bound: PP, or DDP from 24 k tokens a step on" in " ".join(eight)
     assert picture.stat().st_size > 1000
+    (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['matplotlib'] = None")
+    said = passes("hosts_plan.py", *options, "--plot", tmp_path / "none.png", path=tmp_path)
+    assert said.endswith("\nno picture without matplotlib\n")
+    assert not (tmp_path / "none.png").exists()
     refused = run("hosts_plan.py", "--shape", "qwen3-30b", "--sweep", table)
     assert refused.returncode == 1
     assert "no forward of qwen3-30b in fp8 by mega" in refused.stderr
