@@ -306,7 +306,7 @@ DRAM = {"dram_read_gb": bool}
 GB = {"column": "dram_read_gb", "form": ".1f"}
 
 
-def gemms(file: str, runs: Mapping[str, str] = {}) -> str:
+def gemms(file: str) -> str:
     rows = {
         f"{label}, {name}": {"file": file, "direction": direction, **row, **DRAM}
         for label, row in token_rows(CASES).items()
@@ -322,7 +322,6 @@ def gemms(file: str, runs: Mapping[str, str] = {}) -> str:
             "layer GB": {**MEGA, **GB},
             "GEMMs GB": {**GEMMS, **GB},
         },
-        runs,
     )
 
 
@@ -500,27 +499,6 @@ def printed(of: str, first: str) -> str:
     cells = {(r["case"], r["of"]): r["value"] for r in found}
     rows = [[case, *(cells.get((case, column), "") for column in columns)] for case in cases]
     return table(origin(PRINTED), [first, *columns], rows)
-
-
-# Tables that printed.csv may have: the page and the first column.
-LATER = {
-    "wide": ("training.md", "experts"),
-    "parts": ("training.md", "experts"),
-    "recipes": ("numerics.md", "run"),
-    "placement": ("serving.md", "Qwen3-235B, BF16"),
-    "packed": ("fp4.md", "training"),
-    "decode": ("fp4.md", "generation"),
-}
-
-
-def later(page: str) -> dict[str, Callable[[], str]]:
-    """Return the tables of a page that were measured."""
-    there = {r["table"] for r in lines(PRINTED)}
-    return {
-        name: partial(printed, name, first)
-        for name, (of, first) in LATER.items()
-        if of == page and name in there
-    }
 
 
 TRAINING: dict[str, Callable[[], str]] = {
@@ -754,7 +732,8 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
             direction="backward",
             gradients="none",
         ),
-        **later("fp4.md"),
+        "packed": partial(printed, "packed", "training"),
+        "decode": partial(printed, "decode", "generation"),
     },
     "ops.md": {
         "operators": partial(
@@ -774,8 +753,8 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "numerics.md": {
         "rounding": partial(rounding, FORWARD, "result", {"y": "y"}),
         "gradients": partial(rounding, BACKWARD, "gradient", GRADIENTS),
-        **later("numerics.md"),
+        "recipes": partial(printed, "recipes", "run"),
     },
-    "training.md": later("training.md"),
-    "serving.md": later("serving.md"),
+    "training.md": {n: partial(printed, n, "experts") for n in ("wide", "parts")},
+    "serving.md": {"placement": partial(printed, "placement", "Qwen3-235B, BF16")},
 }

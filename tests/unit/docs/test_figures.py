@@ -140,17 +140,3 @@ def test_the_picture_shows_the_files_figures(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(documents, "PICTURE", stale)
     assert documents.write([], check=True) == 1
     assert "stale" in capsys.readouterr().out
-
-
-def test_tables_that_wait_for_figures_have_a_place(monkeypatch):
-    """A page shows one as soon as printed.csv has its rows, and no row is made up before."""
-    read = figures.lines
-    for name, (page, first) in figures.LATER.items():
-        assert (ROOT / "docs" / page).read_text().count(f"<!-- {name}: begin") == 1
-        rows = [{"table": name, "case": "FP8", "of": "tokens/s", "value": "30123"}]
-        with monkeypatch.context() as patched:
-            patched.setattr(figures, "lines", lambda file, rows=rows: rows)
-            table = figures.later(page)[name]()
-        assert f"| {first} | tokens/s |\n|---|---|\n| FP8 | 30123 |" in table
-        there = name in {row["table"] for row in read(figures.PRINTED)}
-        assert (name in figures.later(page)) == there
