@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megamoe.backends.select import Opening, choose
+from megamoe.backends.select import BACKENDS, Opening, choose
 from megamoe.core import env
 from megamoe.core.config import Problem
 from megamoe.group.group import Group
@@ -100,3 +100,8 @@ def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
     add("--ranks", type=int, help="processes to spawn; default: all GPUs, 2 on a CPU")
     add("--cpu", action="store_true", help="do not use GPUs")
     add("--fake-hosts", type=int, metavar="N", help="simulate N hosts: cut the ranks into N groups")
+
+
+def add_backend_argument(parser: argparse.ArgumentParser) -> None:
+    """Add --backend."""
+    parser.add_argument("--backend", default="auto", choices=("auto", *BACKENDS))

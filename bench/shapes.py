@@ -11,8 +11,8 @@ from megamoe.testing.shapes import SHAPES, Shape
 EXPERTS_TRAINED = [name for name in TRAINED if not PRECISIONS[name].packed]
 
 
-def add_shape_arguments(parser: argparse.ArgumentParser, default: str) -> None:
-    """Add --shape NAME..., and numbers that replace parts of it."""
+def add_shape_arguments(parser: argparse.ArgumentParser, default: str, local: bool = False) -> None:
+    """Add --shape NAME..., and numbers that replace parts of it. local: also --local-experts-of, for local_shapes()."""
     parser.add_argument(
         "--shape", nargs="+", choices=list(SHAPES), default=[default], metavar="MODEL",
         help="one or more of " + ", ".join(SHAPES),
@@ -23,6 +23,11 @@ def add_shape_arguments(parser: argparse.ArgumentParser, default: str) -> None:
     parser.add_argument("--top-k", type=int)
     parser.add_argument("--activation", help="swiglu, swiglu_oai, geglu, geglu_tanh or relu2")
     parser.add_argument("--bias", action="store_true", default=None)
+    if local:
+        parser.add_argument(
+            "--local-experts-of", type=int, metavar="R",
+            help="use the experts of one of R ranks, for fewer GPUs than R",
+        )  # fmt: skip
 
 
 def refuse_training(parser: argparse.ArgumentParser, precisions: list[str]) -> None:

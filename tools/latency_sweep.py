@@ -28,7 +28,7 @@ from command import parser_of
 
 from bench.dram import CHILD
 from bench.layers import DIRECTIONS
-from bench.ranks import add_launch_arguments, launch
+from bench.ranks import add_backend_argument, add_launch_arguments, launch
 from bench.shapes import add_shape_arguments, refuse_training
 from bench.sweep import ITSELF, ROUTINGS, reserve, worker
 from bench.timing import MODES
@@ -38,7 +38,7 @@ from megamoe.core.table import PRECISIONS
 def main() -> int:
     parser = parser_of(__doc__)
     add = parser.add_argument
-    add("--backend", default="auto", choices=("auto", "mega", "staged", "emulate", "reference"))
+    add_backend_argument(parser)
     add("--baseline", nargs="+", default=[], choices=("staged", "autograd", "gemms", ITSELF),
         help="alternate with the backend; autograd: staged without recomputation")  # fmt: skip
     add("--direction", default="forward", choices=DIRECTIONS, help="train: saves its state")
@@ -52,10 +52,8 @@ def main() -> int:
     add("--layer", action="store_true", help="time the layer through autograd, not the launches")
     add("--reserve-sms", nargs="+", default=["default"], type=reserve, metavar="N|default",
         help="SMs left to other kernels; several alternate. default: as in a training layer")  # fmt: skip
-    add("--local-experts-of", type=int, metavar="R",
-        help="use the experts of one of R ranks, for fewer GPUs than R")  # fmt: skip
     add_launch_arguments(parser)
-    add_shape_arguments(parser, default="qwen3-30b")
+    add_shape_arguments(parser, default="qwen3-30b", local=True)
     add("--tokens", type=int, nargs="+", help="per rank",
         default=[8, 64, 128, 256, 512, 1024, 2048, 8192])  # fmt: skip
     add("--routing", nargs="+", default=["uniform"], choices=ROUTINGS,

@@ -15,7 +15,7 @@ from pathlib import Path
 from command import parser_of
 
 from bench.peer import worker
-from bench.ranks import add_launch_arguments, launch
+from bench.ranks import add_backend_argument, add_launch_arguments, launch
 from bench.shapes import add_shape_arguments
 from bench.timing import MODES
 
@@ -24,13 +24,12 @@ def main() -> int:
     parser = parser_of(__doc__)
     add = parser.add_argument
     add("--deepgemm", type=Path, required=True, metavar="PATH", help="a checkout, built")
-    add("--backend", default="auto", choices=("auto", "mega", "staged", "emulate"))
+    add_backend_argument(parser)
     add("--tokens", type=int, nargs="+", default=[8, 64], help="per rank")
-    add("--local-experts-of", type=int, metavar="R", help="use the experts of one of R ranks")
     add("--mode", nargs="+", default=["cool"], choices=MODES)
     add("--samples", type=int, default=20)
     add_launch_arguments(parser)
-    add_shape_arguments(parser, default="qwen3-30b")
+    add_shape_arguments(parser, default="qwen3-30b", local=True)
     return launch(worker, parser.parse_args())
 
 

@@ -12,14 +12,14 @@ import sys
 from command import parser_of
 
 from bench.placement import worker
-from bench.ranks import add_launch_arguments, launch
+from bench.ranks import add_backend_argument, add_launch_arguments, launch
 from bench.shapes import add_shape_arguments
 
 
 def main() -> int:
     parser = parser_of(__doc__)
     add = parser.add_argument
-    add("--backend", default="auto", choices=("auto", "mega", "staged", "emulate"))
+    add_backend_argument(parser)
     add("--tokens", type=int, default=4096, help="per rank")
     add("--slots", type=int, default=8, help="redundant slots per rank")
     add("--precision", default="bf16", choices=["bf16", "fp8"])

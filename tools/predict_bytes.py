@@ -18,8 +18,7 @@ from bench.shapes import add_shape_arguments, local_shapes
 def main() -> int:
     parser = parser_of(__doc__)
     add = parser.add_argument
-    add_shape_arguments(parser, "dsv3")
-    add("--local-experts-of", type=int, help="use the experts of one of R ranks")
+    add_shape_arguments(parser, "dsv3", local=True)
     add("--precision", nargs="+", default=["bf16"], choices=["bf16", "fp8"])
     add("--tokens", nargs="+", type=int, default=[8192])
     add("--meet", nargs="+", type=meet_from, default=[None, meet_from("rounds")])

@@ -23,7 +23,7 @@ from pathlib import Path
 from command import parser_of
 
 from bench.check.run import COLUMNS, worker
-from bench.ranks import add_launch_arguments, launch
+from bench.ranks import add_backend_argument, add_launch_arguments, launch
 from bench.shapes import EXPERTS_TRAINED, add_shape_arguments, refuse_training
 from megamoe.core.table import PRECISIONS
 from megamoe.launch import panels
@@ -33,7 +33,7 @@ from megamoe.testing import OVERLOADED, ROUTINGS, SKEWED
 def main() -> int:
     parser = parser_of(__doc__)
     add = parser.add_argument
-    add("--backend", default="auto", choices=("auto", "mega", "staged", "emulate", "reference"))
+    add_backend_argument(parser)
     add(
         "--direction",
         default="forward",

@@ -36,10 +36,8 @@ def main() -> int:
     add("--backend", default="mega", choices=("mega", "emulate"))
     add("--direction", default="forward", choices=("forward", "backward"))
     add_launch_arguments(parser)
-    add_shape_arguments(parser, default="qwen3-30b")
+    add_shape_arguments(parser, default="qwen3-30b", local=True)
     add("--tokens", type=int, default=64, help="tokens per rank")
-    add("--local-experts-of", type=int, metavar="R",
-        help="use the experts of one of R ranks, for fewer GPUs than R")  # fmt: skip
     add("--precision", default="bf16", choices=PRECISIONS)
     add(
         "--samples",

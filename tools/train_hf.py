@@ -25,13 +25,13 @@ import torch
 from command import parser_of
 
 from bench.hf.cases import add_wide_arguments
-from bench.ranks import add_launch_arguments, launch
+from bench.ranks import add_backend_argument, add_launch_arguments, launch
 
 
 def main() -> int:
     parser = parser_of(__doc__)
     add = parser.add_argument
-    add("--backend", default="auto", choices=("auto", "staged", "mega", "emulate", "reference"))
+    add_backend_argument(parser)
     add("--compare", metavar="NAME", help="experts_implementation; grouped_mm on GPUs, or eager")
     add("--steps", type=int, help="training steps; default 300 on GPUs, 60 on a CPU")
     add(

@@ -19,13 +19,13 @@ from pathlib import Path
 
 from command import at_least, parser_of
 
-from bench.ranks import add_launch_arguments, launch
+from bench.ranks import add_backend_argument, add_launch_arguments, launch
 
 
 def main() -> int:
     parser = parser_of(__doc__)
     add = parser.add_argument
-    add("--backend", default="auto", choices=("auto", "staged", "mega", "emulate", "reference"))
+    add_backend_argument(parser)
     cases = ("packed", "packed-fp8", "bf16", "own")
     add("--cases", nargs="+", choices=cases, default=["packed"], help="default: packed")
     add("--layers", type=at_least(1), help="default: 36, on a CPU 2")

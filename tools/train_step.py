@@ -17,14 +17,14 @@ from pathlib import Path
 from command import parser_of
 
 from bench.demo.step import worker
-from bench.ranks import add_launch_arguments, launch
+from bench.ranks import add_backend_argument, add_launch_arguments, launch
 from bench.shapes import EXPERTS_TRAINED
 
 
 def main() -> int:
     parser = parser_of(__doc__)
     add = parser.add_argument
-    add("--backend", default="auto", choices=("auto", "staged", "mega", "emulate", "reference"))
+    add_backend_argument(parser)
     add("--precision", default="bf16", choices=EXPERTS_TRAINED)
     add("--steps", type=int, help="training steps; default 400 on GPUs, 300 on a CPU")
     add("--batch", type=int, help="sequences per step over all ranks")
