@@ -19,6 +19,7 @@ from pathlib import Path
 
 from command import at_least, parser_of
 
+from bench.hf.cases import PACKED
 from bench.ranks import add_backend_argument, add_launch_arguments, launch
 
 
@@ -26,8 +27,7 @@ def main() -> int:
     parser = parser_of(__doc__)
     add = parser.add_argument
     add_backend_argument(parser)
-    cases = ("packed", "packed-fp8", "bf16", "own")
-    add("--cases", nargs="+", choices=cases, default=["packed"], help="default: packed")
+    add("--cases", nargs="+", choices=PACKED, default=["packed"], help="default: packed")
     add("--layers", type=at_least(1), help="default: 36, on a CPU 2")
     add("--steps", type=at_least(0), default=8, help="training steps, with three to warm up")
     add("--tokens", type=at_least(2), help="of a step; default: 4096, on a CPU 64")

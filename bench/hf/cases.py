@@ -1,4 +1,7 @@
-"""Cases of tools/train_hf.py --wide: whose experts compute, and how; its arguments. It imports no transformers."""
+"""Cases of tools/train_hf.py --wide and tools/train_packed.py: whose experts compute, and how; arguments of --wide.
+
+It imports no transformers.
+"""
 
 import argparse
 from typing import Any
@@ -17,6 +20,13 @@ LABELS = {
     "fp8": "FP8",
     "fp8-e4m3": "FP8 e4m3",
     "fp8-e4m3-made": "FP8 e4m3, transposes made",
+}
+# Of tools/train_packed.py, likewise.
+PACKED: dict[str, dict[str, Any] | None] = {
+    "packed": {"precision": "bf16xmxfp4"},
+    "packed-fp8": {"precision": "fp8xmxfp4"},
+    "bf16": {"precision": "bf16"},
+    "own": None,
 }
 
 

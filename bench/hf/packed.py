@@ -18,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from bench.demo.model import ModelConfig, shared_corpus
 from bench.demo.training import MasterAdamW, Recipe, Setup, final_loss
+from bench.hf.cases import PACKED
 from bench.hf.generate import Decoder
 from bench.hf.model import OURS
 from bench.hf.training import WARM
@@ -25,12 +26,6 @@ from bench.hf.wide import milliseconds, release, stamp
 from bench.ranks import Rank
 from bench.tables import PRINTED, header, write_table
 
-CASES: dict[str, dict[str, Any] | None] = {  # options of the adapter; None: transformers' experts
-    "packed": {"precision": "bf16xmxfp4"},
-    "packed-fp8": {"precision": "fp8xmxfp4"},
-    "bf16": {"precision": "bf16"},
-    "own": None,
-}
 TINY = {
     **{"hidden_size": 64, "intermediate_size": 96, "num_local_experts": 8, "vocab_size": 256},
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": 2},
@@ -68,7 +63,7 @@ def model_of(case: str, args: argparse.Namespace, me: Rank) -> Any:
         model: Any = transformers.AutoModelForCausalLM.from_config(
             config_of(args, me.device.type == "cuda"),
             dtype=torch.bfloat16,
-            experts_implementation=own if CASES[case] is None else OURS,
+            experts_implementation=own if PACKED[case] is None else OURS,
             attn_implementation=args.attention,
         )
     packed = case.startswith("packed")
@@ -79,7 +74,7 @@ def model_of(case: str, args: argparse.Namespace, me: Rank) -> Any:
         rotary = model.model.rotary_emb
         model.model.rotary_emb = type(rotary)(config=model.config)
     draw(model)
-    if CASES[case] and not packed:
+    if PACKED[case] and not packed:
         import_module("megamoe.adapters.transformers").relayout(model)
     return model.requires_grad_(False)
 
@@ -185,7 +180,7 @@ def generate(model: Any, args: argparse.Namespace, result: Result) -> None:
 
 def run(case: str, args: argparse.Namespace, me: Rank, tokens: int) -> tuple[Result, str]:
     """Build a case's model, let it generate, train it. tokens: of a step."""
-    on_gpu, options = me.device.type == "cuda", CASES[case]
+    on_gpu, options = me.device.type == "cuda", PACKED[case]
     adapter: Any = import_module("megamoe.adapters.transformers")
     experts = options and adapter.register(OURS, backend=args.backend, max_tokens=tokens, **options)
     result, what = Result(), "nothing"

@@ -33,7 +33,7 @@ def test_cases(alone, monkeypatch, capsys, tmp_path):
     assert len(steps) == 2 * (packed.WARM + RUN["steps"])
     assert "packed, trained" in capsys.readouterr().out
     # A case that fails leaves the others alone.
-    monkeypatch.setitem(packed.CASES, "packed", {"precision": "fp8"})
+    monkeypatch.setitem(packed.PACKED, "packed", {"precision": "fp8"})
     args = argparse.Namespace(**RUN | {"steps": 0}, curves=None)
     assert packed.worker(me, args) == 1
     said = capsys.readouterr().out
