@@ -7,18 +7,14 @@ from functools import partial
 from statistics import mean
 from typing import Any
 
-import torch.distributed as dist
-
 from bench.demo.checks import Replay
 from bench.demo.curves import Losses, summarize, write
-from bench.demo.model import ByteLM, shared_corpus
+from bench.demo.model import ByteLM
 from bench.demo.recipes import E5M2, Fp8Recipe, SimulatedExperts
-from bench.demo.step import CPU_MODEL, GPU_MODEL
-from bench.demo.training import Recipe, Setup, final_loss, train
+from bench.demo.step import setup_of
+from bench.demo.training import final_loss, train
 from bench.ranks import Rank
-from bench.shapes import problem_of
 from bench.tables import PRINTED, header, write_table
-from megamoe.testing.shapes import Shape
 
 # Options of MegaMoE.
 LAYERS: dict[str, dict[str, Any]] = {
@@ -53,22 +49,16 @@ def worker(me: Rank, args: argparse.Namespace) -> int:
     Along the first case's run, the others also take single steps from its parameters and routes. How far their experts'
     gradients are from its own tells recipes apart that losses, which differ by chance, do not.
     """
-    on_gpu = me.device.type == "cuda"
     if me.size > 1:
         raise SystemExit(f"recipes are simulated on one rank, not {me.size}: --ranks 1")
-    model = GPU_MODEL if on_gpu else CPU_MODEL
-    batch = args.batch or (16 if on_gpu else 32)
-    recipe = Recipe(model, batch=batch, steps=args.steps or (400 if on_gpu else 300))
-    shape = Shape("demo", model.hidden, model.intermediate, model.num_experts, model.top_k)
-    problem = problem_of(shape, batch * model.context, me)
-    backend = me.choose("auto", problem) if on_gpu else "staged"
-    this, title = Setup(recipe, shared_corpus(), me.device, dist.group.WORLD, {}), header()
+    this, _ = setup_of(args, me)
+    recipe, title = this.recipe, header()
     found: Losses = {}
     apart: dict[str, list[float]] = {}
     for seed in args.seeds:
         setups = {}
-        for case in args.cases or (CASES if on_gpu else FP8_ON_CPU):
-            name, options = options_of(case, backend)
+        for case in args.cases or (CASES if me.device.type == "cuda" else FP8_ON_CPU):
+            name, options = options_of(case, this.options["backend"])
             key = name, case.removeprefix("simulated-")
             setups[key] = replace(this, options=options, recipe=replace(recipe, seed=seed))
         steps = {key: Replay(setup, recipe.steps, REPLAYS) for key, setup in setups.items()}

@@ -29,6 +29,32 @@ GPU_MODEL = ModelConfig(
 OTHERS = {"staged": ("staged", "backend staged's"), "one-rank": ("1 rank", "the one-rank run's")}
 
 
+def setup_of(
+    args: argparse.Namespace,
+    me: Rank,
+    backend: str = "auto",
+    precision: str = "bf16",
+    seed: int = 1,
+) -> tuple[Setup, megamoe.Problem]:
+    """Return the demo's recipe on these ranks with the options of its layers, and the problem of a layer. Collective.
+
+    args: with batch and steps, None for the defaults.
+    """
+    on_gpu = me.device.type == "cuda"
+    m = GPU_MODEL if on_gpu else CPU_MODEL
+    batch = args.batch or (16 * me.size if on_gpu else 32)
+    if batch % me.size:
+        raise SystemExit(f"--batch {batch} does not divide over {me.size} ranks")
+    recipe = Recipe(m, batch=batch, steps=args.steps or (400 if on_gpu else 300), seed=seed)
+    shape = Shape("demo", m.hidden, m.intermediate, m.num_experts, m.top_k)
+    problem = problem_of(shape, batch // me.size * m.context, me, precision)
+    # Asked once, not in every layer; where it is not the kernel, a line says why.
+    if backend == "auto":
+        backend = me.choose("auto", problem) if on_gpu else "staged"
+    options = {"backend": backend, "precision": precision}
+    return Setup(recipe, shared_corpus(), me.device, dist.group.WORLD, options), problem
+
+
 def other_setup(how: str, this: Setup, me: Rank) -> Setup | None:
     """Return where the model to compare with runs; None on a rank that has no part in it. Collective."""
     if how == "staged":
@@ -38,25 +64,14 @@ def other_setup(how: str, this: Setup, me: Rank) -> Setup | None:
 
 
 def worker(me: Rank, args: argparse.Namespace) -> int:
-    on_gpu = me.device.type == "cuda"
-    steps = args.steps or (400 if on_gpu else 300)
-    batch = args.batch or (16 * me.size if on_gpu else 32)
-    recipe = Recipe(GPU_MODEL if on_gpu else CPU_MODEL, batch=batch, steps=steps, seed=args.seed)
-    if batch % me.size:
-        raise SystemExit(f"--batch {batch} does not divide over {me.size} ranks")
-    m, world, backend = recipe.model, dist.group.WORLD, args.backend
-    shape = Shape("demo", m.hidden, m.intermediate, m.num_experts, m.top_k)
-    problem = problem_of(shape, batch // me.size * m.context, me, args.precision)
-    # Asked once, not in every layer; where it is not the kernel, a line says why.
-    if backend == "auto":
-        backend = me.choose("auto", problem) if on_gpu else "staged"
-    text = shared_corpus()
+    this, problem = setup_of(args, me, args.backend, args.precision, args.seed)
+    recipe, m = this.recipe, this.recipe.model
     me.print(megamoe.memory_report(problem)["line"])
     me.print(
-        f"{len(text) / 1e6:.2f} MB of English; {m.num_blocks} blocks of attention and {m.num_experts} experts "
-        f"(top {m.top_k}) on {me.size} ranks, {me.device.type}, backend {backend}, {args.precision}"
+        f"{len(this.text) / 1e6:.2f} MB of English; {m.num_blocks} blocks of attention and {m.num_experts} experts "
+        f"(top {m.top_k}) on {me.size} ranks, {me.device.type}, backend {this.options['backend']}, "
+        f"{args.precision}"
     )
-    this = Setup(recipe, text, me.device, world, {"backend": backend, "precision": args.precision})
     if args.curves is not None:
         good, _ = compare_curves(this, args.seeds or [args.seed], args.curves, me.print)
         return int(not good)

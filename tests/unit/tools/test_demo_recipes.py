@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import megamoe
-from bench.demo import curves, screen
+from bench.demo import curves, screen, step
 from bench.demo.curves import draw_again, read, summarize
 from bench.demo.model import ModelConfig
 from bench.demo.recipes import (
@@ -137,9 +137,9 @@ def test_scales_are_those_of_the_formats():
 def screened(alone, monkeypatch, capsys, tmp_path):
     """Return a function that screens tiny models: seeds -> the CSV, what was printed."""
     small = ModelConfig(hidden=32, intermediate=32, num_experts=4, num_heads=2, context=16)
-    monkeypatch.setattr(screen, "CPU_MODEL", small)
+    monkeypatch.setattr(step, "CPU_MODEL", small)
     monkeypatch.setattr(curves, "draw", lambda *_: True)  # test_tools_training.py has a picture
-    monkeypatch.setattr(screen, "shared_corpus", lambda: torch.arange(2048).mul(7).to(torch.uint8))
+    monkeypatch.setattr(step, "shared_corpus", lambda: torch.arange(2048).mul(7).to(torch.uint8))
 
     def call(*seeds):
         path = tmp_path / f"{seeds[0]}.csv"
