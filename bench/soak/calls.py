@@ -8,7 +8,7 @@ import torch
 
 import megamoe
 from bench.ranks import Rank
-from bench.soak.layer import BLOCK, Layer, Outcome, Static, each_precision, problem_of
+from bench.soak.layer import BLOCK, CheckedBackend, Outcome, Static, each_precision, problem_of
 from megamoe.backends.call import Call
 from megamoe.testing import make_weights
 from megamoe.window.window import Window
@@ -21,7 +21,7 @@ def calls(me: Rank, args: argparse.Namespace) -> Outcome:
     """Back-to-back calls in a random order of the inputs, with pauses on single ranks."""
     out, total, texts, start = Outcome(""), args.calls or 10000, [], 0.0
     for precision in args.precision:
-        layer = Layer(me, problem_of(me, precision)).start()
+        layer = CheckedBackend(me, problem_of(me, precision)).start()
         order, own, wrong, begin = random.Random(1), random.Random(me.rank), 0, time.monotonic()
         for n in range(1, total + 1):
             if own.random() < 0.02:
@@ -44,7 +44,7 @@ def graph(me: Rank, args: argparse.Namespace) -> Outcome:
     out = Outcome("")
 
     def replays(precision: str) -> str:
-        layer = Layer(me, problem_of(me, precision)).start()
+        layer = CheckedBackend(me, problem_of(me, precision)).start()
         static = Static(layer.problem, me.device)
         (x, ids, scores), y = vars(static.inputs).values(), torch.zeros_like(static.inputs.x)
         call = Call(x, ids, scores, layer.weights, static.count, y)
@@ -77,8 +77,8 @@ def graph(me: Rank, args: argparse.Namespace) -> Outcome:
 def busy(me: Rank, args: argparse.Namespace) -> Outcome:
     """Others hold SMs of rank 0, then of all ranks, while a call is made."""
     out, texts = Outcome(""), []
-    layer = Layer(me, problem_of(me), count=2).start()
-    small = Layer(me, problem_of(me), count=2, reserve_sms=2 * SPINNERS).start()
+    layer = CheckedBackend(me, problem_of(me), count=2).start()
+    small = CheckedBackend(me, problem_of(me), count=2, reserve_sms=2 * SPINNERS).start()
     spinners = [torch.cuda.Stream(me.device) for _ in range(SPINNERS)]
     a = torch.zeros(8192, 8192, device=me.device, dtype=torch.bfloat16)
     torch.mm(a, a)
@@ -123,7 +123,7 @@ def streams(me: Rank, args: argparse.Namespace) -> Outcome:
     def on_two(precision: str) -> str:
         window = Window(problem_of(me, precision), me.group, device=me.device)
         shared = [problem_of(me, precision, intermediate=i) for i in (512, 768)]
-        layers = [Layer(me, p, window=window).start() for p in shared]
+        layers = [CheckedBackend(me, p, window=window).start() for p in shared]
         sides, order = [torch.cuda.Stream(me.device) for _ in range(2)], random.Random(4)
         for n in range(total):
             layer, i = order.choice(layers), order.randrange(16)
@@ -144,7 +144,7 @@ def streams(me: Rank, args: argparse.Namespace) -> Outcome:
 
 
 @torch.no_grad()
-def modules(me: Rank, layer: Layer, window: object) -> None:
+def modules(me: Rank, layer: CheckedBackend, window: object) -> None:
     """Compare a module with the layer's bits: under autocast, and with its parameters moved as FSDP does."""
     p = layer.problem
     module = megamoe.MegaMoE(

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import megamoe
 from bench.ranks import Rank
-from bench.soak.layer import Layer, Outcome, device_of, problem_of
+from bench.soak.layer import CheckedBackend, Outcome, device_of, problem_of
 from bench.tree import ROOT
 from megamoe.backends.mega.backend import MegaBackend
 from megamoe.core.errors import MegaMoEError, PeerFault, ProtocolTimeout, RankMismatch, WindowBroken
@@ -61,7 +61,7 @@ def faults(
 def late(me: Rank, args: argparse.Namespace) -> Outcome:
     """The last rank comes later than the time-out; after a reset all is well."""
     out, start = Outcome(""), time.monotonic()
-    layer = Layer(me, problem_of(me), count=2, timeout_s=TIMEOUT_S).start()
+    layer = CheckedBackend(me, problem_of(me), count=2, timeout_s=TIMEOUT_S).start()
     last = me.size - 1
 
     def too_late() -> None:
@@ -97,7 +97,8 @@ def mismatch(me: Rank, args: argparse.Namespace) -> Outcome:
         faults(me, out, f"other {name}", build, (RankMismatch,), [name, f"on rank {last}"])
     window = Window(problem_of(me), me.group, device=me.device)
     options: dict[str, Any] = {"count": 2, "window": window, "timeout_s": TIMEOUT_S}
-    layers = [Layer(me, problem_of(me, intermediate=i), **options).start() for i in (512, 768)]
+    problems = [problem_of(me, intermediate=i) for i in (512, 768)]
+    layers = [CheckedBackend(me, p, **options).start() for p in problems]
 
     def in_another_order() -> None:
         layers[me.rank == last].call(0)
@@ -165,7 +166,7 @@ def killed_rank(args: argparse.Namespace) -> None:
         "gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=args.bound)
     )
     me = Rank(rank, ranks, device_of(rank))
-    layer = Layer(me, problem_of(me), count=2, timeout_s=TIMEOUT_S).start()
+    layer = CheckedBackend(me, problem_of(me), count=2, timeout_s=TIMEOUT_S).start()
     call: Callable[[], object] = partial(layer.call, 0)
     if args.mode.endswith("backward"):
         call = partial(layer.backward, 0, layer.save(0))

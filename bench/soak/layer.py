@@ -98,7 +98,7 @@ class Static:
         self.count.fill_(tokens) if live is None else self.count.copy_(live)
 
 
-class Layer:
+class CheckedBackend:
     """A backend, inputs for it, what they should give and what they gave at the first call."""
 
     def __init__(self, me: Rank, problem: megamoe.Problem, count: int = 16, **options: Any) -> None:
@@ -145,7 +145,7 @@ class Layer:
         call, wanted = self._call(i), GradRequest(Needs(b13=False, b2=False))
         return list(self.backend.backward(call, torch.ones_like(self.inputs[i].x), state, wanted))
 
-    def start(self) -> "Layer":
+    def start(self) -> "CheckedBackend":
         """Make the first call of every input and compare it with the oracle."""
         self.first = [self.call(i) for i in range(len(self.inputs))]
         self.backend.check()

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from bench.ranks import Rank
-from bench.soak.layer import Layer, Outcome, problem_of
+from bench.soak.layer import CheckedBackend, Outcome, problem_of
 from bench.soak.training import Trainer, shared_layers, verdict
 
 
@@ -52,7 +52,8 @@ def hold_host(me: Rank, n: int) -> bool:
 def nccl(me: Rank, args: argparse.Namespace) -> Outcome:
     """All-gathers on a second stream: half of the ranks launch NCCL first, and may wait for it, half the kernel."""
     total, out = args.calls or 1000, Outcome("")
-    layer = Layer(me, problem_of(me), reserve_sms=None).start()  # None: the default, for training
+    # reserve_sms: the default, for training
+    layer = CheckedBackend(me, problem_of(me), reserve_sms=None).start()
     out.require(layer.backend.share.join_ns > 0, "a launch waits for all SMs beside NCCL")
     gathers, ctas = AllGathers(me), set()
     me.gather(None)

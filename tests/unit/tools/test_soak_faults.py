@@ -142,7 +142,7 @@ def test_each_way_to_fail_is_a_verdict(stage, name, plan, found):
 
 def test_results_beyond_the_oracles_limit_are_a_verdict(stage):
     stage("late", **GOOD["late"])
-    layer = layers.Layer(Rank(0, 1, torch.device("cpu")), SMALL, count=2).start()
+    layer = layers.CheckedBackend(Rank(0, 1, torch.device("cpu")), SMALL, count=2).start()
     out = layers.Outcome("")
     layer.judge(0, layer.first[0])
     layer.verdict(out, 0)
