@@ -14,7 +14,7 @@ from megamoe.formats.quantization import quantize_tokens
 
 NAME = "gemms"
 # In FP8 torch has a grouped product by token and channel alone. By blocks of 128 more is to be computed, not less.
-PRECISION = {"bf16": "bf16", "fp8": "fp8_channel", "fp8_channel": "fp8_channel"}
+PRECISION_OF_TORCH = {"bf16": "bf16", "fp8": "fp8_channel", "fp8_channel": "fp8_channel"}
 
 
 def grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
@@ -44,7 +44,7 @@ class Gemms(Backend):
     state_bytes = 1
 
     def __init__(self, problem: megamoe.Problem, group: Any = None) -> None:
-        if problem.precision not in PRECISION:
+        if problem.precision not in PRECISION_OF_TORCH:
             raise SystemExit("--baseline gemms: expected BF16, or FP8 forward")
         self.problem, self.group = problem, group
         self._ids: Tensor | None = None  # that the rows were made of

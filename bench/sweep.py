@@ -49,7 +49,7 @@ def entries(precision: str, args: argparse.Namespace) -> list[Entry]:
         found.append(Entry(args.backend, precision, E4M3_FORWARD))
     for name in args.baseline:
         in_fp8 = name == gemms.NAME and direction == "forward"
-        stored = gemms.PRECISION.get(precision, "bf16") if in_fp8 else "bf16"
+        stored = gemms.PRECISION_OF_TORCH.get(precision, "bf16") if in_fp8 else "bf16"
         backend, layer = (args.backend, args.layer) if name == ITSELF else (name, False)
         found.append(Entry(backend, stored, direction, gradients[0], through_layer=layer))
     return found

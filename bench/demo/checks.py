@@ -22,7 +22,7 @@ from bench.demo.training import Curves, Setup
 #   by step 25, of 5e-3; but 2e-2 from step 40 on. On GPUs runs part at once (bf16 products round differently in batches
 #   of other shapes, backward sums with atomics: 1.9e-2 nats by step 25, gradient norms 26 %), so one step: that both
 #   begin with the same model.
-REPLAYS = {"cpu": 6, "cuda": 11}  # steps of the run that the other model repeats
+REPLAYED_ON = {"cpu": 6, "cuda": 11}  # by device: steps of the run that the other model repeats
 FREE_STEPS = {"cpu": 25, "cuda": 1}
 
 
@@ -57,7 +57,7 @@ class Replay:
     no part in it.
     """
 
-    def __init__(self, setup: Setup | None, num_steps: int, replays: int = REPLAYS["cpu"]) -> None:
+    def __init__(self, setup: Setup | None, num_steps: int, replays: int) -> None:
         self.setup = setup
         self.steps = replayed(num_steps, replays)
         self.same_experts = setup is not None and setup.size == dist.get_world_size()

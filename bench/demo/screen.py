@@ -29,7 +29,7 @@ SIMULATED = {
     "token": Fp8Recipe(rows="token"),
     "e5m2": Fp8Recipe(gradients=E5M2),
 }
-REPLAYS = 4  # steps that are taken by all cases from equal parameters
+SHARED_STEPS = 4  # steps that are taken by all cases from equal parameters
 GRADIENTS = "experts' gradients apart"  # the largest of these steps, relative
 CASES = [*LAYERS, *(f"simulated-{name}" for name in SIMULATED)]
 FP8_ON_CPU = ["bf16", *CASES[len(LAYERS) :]]  # without a kernel, FP8 layers take seconds per step
@@ -61,7 +61,7 @@ def worker(me: Rank, args: argparse.Namespace) -> int:
             name, options = options_of(case, this.options["backend"])
             key = name, case.removeprefix("simulated-")
             setups[key] = replace(this, options=options, recipe=replace(recipe, seed=seed))
-        steps = {key: Replay(setup, recipe.steps, REPLAYS) for key, setup in setups.items()}
+        steps = {key: Replay(setup, recipe.steps, SHARED_STEPS) for key, setup in setups.items()}
         for key, setup in setups.items():
             label = " ".join(key)
             losses = train(setup, f"{label}, seed {seed}", inspect=every(steps)).losses

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import megamoe
 from bench.demo.checks import (
     FREE_STEPS,
-    REPLAYS,
+    REPLAYED_ON,
     Replay,
     checks_of_curves,
     checks_of_replay,
@@ -79,7 +79,7 @@ def worker(me: Rank, args: argparse.Namespace) -> int:
     if how == "auto":
         how = "one-rank" if me.size > 1 else "staged"
     other = None if how == "none" else other_setup(how, this, me)
-    replay = None if how == "none" else Replay(other, recipe.steps, REPLAYS[me.device.type])
+    replay = None if how == "none" else Replay(other, recipe.steps, REPLAYED_ON[me.device.type])
     curves = train(this, f"{me.size} ranks", inspect=replay.inspect if replay else None)
     me.print(memory(me.device))
     final = final_loss(curves.losses)

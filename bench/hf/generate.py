@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import StaticCache
 
-WARM = 2  # steps by which kernels are loaded and layers of this size made, before the capture
+EAGER_STEPS = 2  # before the capture: they load kernels and make layers of this size
 
 
 class Decoder:
@@ -82,7 +82,7 @@ class Decoder:
             made[-1].cpu()  # waits for the device
             return count / (time.perf_counter() - start)
 
-        warm = min(WARM, num_bytes - 1) if self.captures else 0
+        warm = min(EAGER_STEPS, num_bytes - 1) if self.captures else 0
         take(self._step, warm)
         step, left = self._step, num_bytes - 1 - warm
         if self.captures and left:

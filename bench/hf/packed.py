@@ -21,7 +21,7 @@ from bench.demo.training import MasterAdamW, Recipe, Setup, final_loss
 from bench.hf.cases import PACKED
 from bench.hf.generate import Decoder
 from bench.hf.model import OURS
-from bench.hf.training import WARM
+from bench.hf.training import UNTIMED
 from bench.hf.wide import milliseconds, release, stamp
 from bench.ranks import Rank
 from bench.tables import PRINTED, header, write_table
@@ -151,7 +151,7 @@ def train(model: Any, setup: Setup, args: argparse.Namespace, result: Result) ->
         losses.append(loss.detach())
 
     for step in range(len(batches)):
-        if step >= WARM:
+        if step >= UNTIMED:
             stamps.append(stamp(setup.device))
         take(step)
         if step == 0 and on_gpu:
@@ -201,7 +201,7 @@ def run(case: str, args: argparse.Namespace, me: Rank, tokens: int) -> tuple[Res
         if args.steps:
             context, start = tokens // args.sequences, time.perf_counter()
             recipe = Recipe(
-                *(ModelConfig(context=context), args.sequences, WARM + args.steps),
+                *(ModelConfig(context=context), args.sequences, UNTIMED + args.steps),
                 learning_rate=3e-4,
                 warmup=10,
             )

@@ -29,8 +29,8 @@ from bench.hf.model import (
 from bench.ranks import Rank
 from megamoe.adapters.library_parameters import local
 
-REPLAYS = 5  # steps that both models take from equal parameters
-WARM = 3  # steps at the start that no time is taken of
+COMPARED_STEPS = 5  # steps that both models take from equal parameters
+UNTIMED = 3  # steps at the start that no time is taken of
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Run:
 
     def tokens_per_s(self, setup: Setup) -> float:
         """Return the tokens of all ranks per second, by the median step."""
-        late = self.seconds[WARM:] or self.seconds
+        late = self.seconds[UNTIMED:] or self.seconds
         return setup.recipe.batch * setup.recipe.model.context / statistics.median(late)
 
 
@@ -89,7 +89,7 @@ def train(
     optimizer = MasterAdamW(list(model.parameters()), recipe.weight_decay)
     progress = Progress(recipe.steps, experts, active=me.is_first)
     for step in range(recipe.steps):
-        if experts == OURS and step in replayed(recipe.steps, REPLAYS):
+        if experts == OURS and step in replayed(recipe.steps, COMPARED_STEPS):
             run.snapshots[step] = snapshot(model)
         start = time.perf_counter()
         run.losses.append(differentiate(model, setup, step))

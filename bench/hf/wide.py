@@ -24,7 +24,7 @@ from bench.demo.training import MasterAdamW, Recipe, Setup, final_loss
 from bench.hf.cases import CASES, LABELS
 from bench.hf.model import CPU_SIZES, OURS, WIDE_SIZES, Sizes, parts
 from bench.hf.run import choose_backend
-from bench.hf.training import WARM, backward, cross_entropy
+from bench.hf.training import UNTIMED, backward, cross_entropy
 from bench.ranks import Rank
 from bench.tables import PRINTED, header, write_table
 from megamoe.core.table import PRECISIONS
@@ -196,7 +196,7 @@ class Wide:
                 torch.cuda.synchronize()  # an error of a launch ends the case here
         if on_gpu:
             torch.cuda.synchronize()
-        timed = stamps[WARM : recipe.steps - TRACED + 1]
+        timed = stamps[UNTIMED : recipe.steps - TRACED + 1]
         return Result(
             torch.stack(losses).tolist(),
             [milliseconds(*pair) for pair in zip(timed, timed[1:], strict=False)],
@@ -235,7 +235,7 @@ def wide_of(args: argparse.Namespace, me: Rank) -> Wide:
     sizes = WIDE_SIZES if on_gpu else CPU_SIZES
     layers = args.layers or (8 if on_gpu and args.masters == "fp32" else sizes.layers)
     sizes = replace(sizes, layers=layers)
-    steps = WARM + (args.steps or (46 if on_gpu else 4)) + TRACED
+    steps = UNTIMED + (args.steps or (46 if on_gpu else 4)) + TRACED
     recipe = Recipe(
         *(ModelConfig(context=sizes.context), sizes.batch, steps),
         **{"learning_rate": 3e-4, "warmup": 10, "seed": args.seeds[0]},
@@ -303,7 +303,7 @@ def write_results(path: Path, found: dict[str, Result], wide: Wide, title: str) 
         of = {"tokens/s": speed, "peak GiB": memory, "loss": loss}
         figures += [["wide", case, *pair] for pair in of.items()]
         figures += [["parts", case, part, f"{ms:.1f}"] for part, ms in result.parts.items()]
-        timed = [""] * WARM + result.ms + [""] * TRACED
+        timed = [""] * UNTIMED + result.ms + [""] * TRACED
         steps += [
             [case, step, *pair]
             for step, pair in enumerate(zip(result.losses, timed, strict=True), start=1)

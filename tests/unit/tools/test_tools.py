@@ -486,7 +486,7 @@ def test_replay_sees_other_arithmetic(alone):
     text = torch.frombuffer(bytearray(Path(__file__).read_bytes()), dtype=torch.uint8)
     here = (recipe, text, torch.device("cpu"), alone)
     run, fp8 = (Setup(*here, {"backend": "staged", "precision": p}) for p in ("bf16", "fp8"))
-    same, other = Replay(run, recipe.steps), Replay(fp8, recipe.steps)
+    same, other = (Replay(setup, recipe.steps, replays=6) for setup in (run, fp8))
 
     def inspect(*step):
         same.inspect(*step)

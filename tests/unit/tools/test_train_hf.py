@@ -204,7 +204,7 @@ def test_the_decoder_writes_what_generate_writes(captures, monkeypatch):
     assert len(set(text.tolist())) > 3
     assert speed > 0
     if captures:
-        assert decoder.graph.count == 19 - generate.WARM
+        assert decoder.graph.count == 19 - generate.EAGER_STEPS
 
 
 def test_cases_are_compared_in_pairs(run, tmp_path):

@@ -26,7 +26,7 @@ SIZES = Sizes(
 )
 RUN = {"backend": "reference", "cases": list(CASES), "masters": "bf16", "layers": None}
 RUN |= {"compile": False, "steps": 3, "seeds": [1], "curves": None}
-STEPS = wide.WARM + RUN["steps"] + wide.TRACED
+STEPS = wide.UNTIMED + RUN["steps"] + wide.TRACED
 
 
 @pytest.fixture
