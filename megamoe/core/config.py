@@ -163,20 +163,13 @@ class Problem:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "activation", activation_by_name(self.activation))
-        if problems := self.problems():
-            raise ConfigError("; ".join(problems))
-
-    def problems(self) -> list[str]:
-        """List every violated constraint.
-
-        Returns:
-            Texts of the form "name is value, expected ..."; an empty list if the problem is valid.
-        """
-        return [
+        violated = [
             f"{name} is {value!r}, expected {expected}"
             for name, value, ok, expected in self._constraints()
             if not ok
         ]
+        if violated:
+            raise ConfigError("; ".join(violated))
 
     def _constraints(self) -> Iterator[tuple[str, Any, bool, str]]:
         if not isinstance(self.precision, str):
