@@ -93,8 +93,8 @@ class MegaMoEKernel(MegaKernelBackend):
 
     def validate_init(self, bootstrap: Any, fleet_params: Any) -> None:
         """Raise ConfigError for sizes and options that no layer supports, before memory is allocated."""
-        self._problem(fleet_params, bootstrap.world_size, bootstrap.rank)  # raises
-        check(self._stated.backend, self._stated.options)
+        problem = self._problem(fleet_params, bootstrap.world_size, bootstrap.rank)  # raises
+        check(self._stated.backend, self._stated.options, problem, equal_shares=True)
         if bootstrap.stream:
             raise ConfigError("bootstrap.stream", bootstrap.stream, "0: torch's current stream")
 
@@ -183,9 +183,6 @@ class MegaMoEKernel(MegaKernelBackend):
         return self._problem(fleet_params, self.ep_world_size, self.ep_rank)
 
     def _problem(self, fleet_params: Any, ep_size: int, rank: int) -> Problem:
-        if fleet_params.num_experts % ep_size:
-            expected = f"a multiple of {ep_size}, the ranks"
-            raise ConfigError("num_experts", fleet_params.num_experts, expected)
         return Problem(
             hidden=fleet_params.token_hidden_size,
             intermediate=self._stated.intermediate_size,

@@ -22,7 +22,7 @@ from megamoe.group.group import ALONE, Group, Together
 from megamoe.layer.layer import Layer
 from megamoe.window.window import Window, WindowSpec
 
-_ANY = Problem(128, 128, 1, 1)  # of check()
+_ANY = Problem(128, 128, 1, 1)  # default of check()
 MAX_TOKENS = 8192  # of a call, where neither the library nor its user says
 
 _windows: dict[Any, tuple[Window, list[int]]] = {}  # with how many layers use it
@@ -33,18 +33,26 @@ at_first_call = uncompiled(
 
 
 def check(
-    backend: str, options: dict[str, Any], problem: Problem = _ANY, trains: bool = False
+    backend: str,
+    options: dict[str, Any],
+    problem: Problem = _ANY,
+    trains: bool = False,
+    equal_shares: bool = False,
 ) -> tuple[str, dict[str, Any]]:
     """Validate and return the backend and options that a library's user passed for megamoe.Layer.
 
-    problem: what options are for, in its precision; its size does not matter. trains: True: the precision must train.
-    Raises ConfigError for options that no layer of a library supports, and for a precision that does not train.
+    problem: the layer's; by default, before it is known, BF16 with 8192 tokens. trains: True: the precision must train.
+    equal_shares: True: all ranks must have the same number of experts.
+    Raises ConfigError for options that such a layer does not support, and for a problem that does not fit.
     """
+    if equal_shares and problem.num_experts % problem.ep_size:
+        expected = f"a multiple of {problem.ep_size}, the ranks"
+        raise ConfigError("num_experts", problem.num_experts, expected)
     if trains and (problem.formats.packed or not problem.formats.trains):
         expected = "'bf16' or 'fp8', of bf16 parameters"
         raise ConfigError("precision", repr(problem.precision), expected)
     of_backend = {name: value for name, value in options.items() if name != "transposes"}
-    check_options(replace(problem, ep_size=1, rank=0), None, of_backend)
+    check_options(replace(problem, num_experts=1, ep_size=1, rank=0), None, of_backend)
     resolve(backend)
     return backend, options
 

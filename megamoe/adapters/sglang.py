@@ -82,10 +82,7 @@ class Buffer:
             precision="fp8",
             **ranks_of(group),
         )
-        if num_experts % self._problem.ep_size:
-            expected = f"a multiple of {self._problem.ep_size}, the ranks"
-            raise ConfigError("num_experts", num_experts, expected)
-        self._stated = check(backend, options or {})
+        self._stated = check(backend, options or {}, self._problem, equal_shares=True)
         self.x = self.x_sf = self.topk_idx = self.topk_weights = self
         self._layers = LibraryLayers()  # by precision and clamp
         self._call: tuple[Tensor, Tensor, Tensor] | MegaMoEError | None = None

@@ -251,6 +251,10 @@ def test_what_is_refused_is_named():
     refused("activation is 'gelu'", ConfigError, pack, activation="gelu")
     refused("backend is 'magma'", ConfigError, pack, backend="magma")
     refused("option is 'reserve_sm'", ConfigError, pack, options={"reserve_sm": 3})
+    refused("chunks is 1000, expected None or a number from 1 to max_tokens = 32", ConfigError, pack,
+            options={"chunks": 1000})  # fmt: skip
+    refused("'e4m3' or 'bf16' with precision 'fp8'", ConfigError, pack, fp8,
+            options={"weight_gradients": "fp32"})  # fmt: skip
     refused("weights.w13_scale is given, expected None", ArgumentError, scaled)
     for dtype in (torch.float8_e4m3fn, torch.uint8):  # whose scales were forgotten
         for problem in (PROBLEM, fp8):

@@ -61,6 +61,7 @@ def test_what_no_layer_could_have_is_refused():
         check("magma", {})
     with pytest.raises(ConfigError, match="option is 'reserve_sm'"):
         check("auto", {"reserve_sm": 4})
+    check("auto", {}, Problem(128, 128, 2048, 2, ep_size=2))  # more than one rank can hold
     packed = replace(PROBLEM, intermediate=64, precision="bf16xmxfp4")
     check("auto", {})
     with pytest.raises(ConfigError, match="precision is 'bf16xmxfp4', expected 'bf16' or 'fp8'"):
