@@ -13,7 +13,7 @@ from megamoe.core.errors import ArgumentError
 from megamoe.core.planes import by_plane, rows_of
 from megamoe.core.table import FP4_HEADER, MXFP4, MXFP4_GROUP
 from megamoe.formats import fp4
-from megamoe.formats.quantized import memory_of
+from megamoe.formats.quantized import by_expert
 
 BIAS = 127  # of a scale's exponent
 NAN_SCALE = 255
@@ -29,18 +29,18 @@ def _power(exponent: Tensor) -> Tensor:
 
 
 def _encode(v: Tensor) -> tuple[Tensor, Tensor]:
-    """v: [N, K] fp32 -> (codes [N, K] uint8, scales [N, K/32] uint8).
+    """v: [P, I, K] fp32 -> one expert as quantize_mxfp4() returns it.
 
     The scale is 2^(floor(log2 amax) - 2); beyond 6 times that a number becomes 6 times that, ties go to even codes. A
     group of zeros has the scale 0 (2^-127), which raises no block's largest; one with NaN or Inf the scale NaN.
     """
-    groups = v.unflatten(-1, (-1, MXFP4_GROUP))
+    groups = rows_of(v).unflatten(-1, (-1, MXFP4_GROUP))
     amax = groups.abs().amax(-1)
     exponent = (torch.frexp(amax).exponent - 1 - LARGEST_EXPONENT).clamp(-126, 125)
     codes = fp4.encode((groups * _power(-exponent)[..., None]).flatten(-2))
     scales = torch.where(amax == 0, 0, exponent + BIAS)
     scales = torch.where(amax.isfinite(), scales, NAN_SCALE)
-    return codes, scales.to(torch.uint8)
+    return fp4.pack(codes), arrange_scales(scales.to(torch.uint8)[None], len(v))[0]
 
 
 def quantize_mxfp4(
@@ -51,13 +51,7 @@ def quantize_mxfp4(
     w: [L, P*I, K] or [L, P, I, K], of any strides -> (packed [L, P*I, K/2] uint8, scales as ExpertWeights has them).
     out: both, to write into. Raises ArgumentError where 32 does not divide K.
     """
-    w = by_plane(w, planes)
-    out = memory_of(w, MXFP4) if out is None else out
-    for expert in range(w.shape[0]):  # one by one: fp32 copies of all experts would be large
-        codes, scales = _encode(rows_of(w[expert].detach()).float())
-        out[0][expert] = fp4.pack(codes)
-        out[1][expert] = arrange_scales(scales[None], w.shape[1])[0]
-    return out
+    return by_expert(w, planes, out, MXFP4, _encode)
 
 
 def dequantize_mxfp4(

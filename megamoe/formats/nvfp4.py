@@ -15,7 +15,7 @@ from megamoe.core.errors import ArgumentError
 from megamoe.core.planes import by_plane, rows_of
 from megamoe.core.table import FP4_HEADER, NVFP4, NVFP4_GROUP, SCALE_GROUP
 from megamoe.formats import fp4
-from megamoe.formats.quantized import memory_of
+from megamoe.formats.quantized import by_expert
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX, E2M1_MAX = 448.0, 6.0
@@ -24,8 +24,8 @@ _OUTER = slice(4, 8)  # of a header
 LEAST_OUTER = 2.0**-126  # its inverse is finite
 
 
-def _encode(v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """v: [P, I, K] fp32 -> (codes [P*I, K] uint8, scales [P*I, K/16] uint8, outer [P] fp32).
+def _encode(v: Tensor) -> tuple[Tensor, Tensor]:
+    """v: [P, I, K] fp32 -> one expert as quantize_nvfp4() returns it.
 
     outer: so that the plane's largest finite number becomes 6 * 448. A group's scale is e4m3(amax / 6 / outer), and its
     numbers are e2m1(v / (scale * outer)), ties to even codes; where the scale is 0 they are 0. A group with NaN or Inf
@@ -43,7 +43,7 @@ def _encode(v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     codes = fp4.encode((groups / step[..., None]).flatten(-2).flatten(0, 1))
     codes *= (scale.float() != 0).repeat_interleave(NVFP4_GROUP, -1).flatten(0, 1)
     bytes_ = torch.where(amax.isfinite(), scale.view(torch.uint8), NAN_SCALE).flatten(0, 1)
-    return codes, bytes_, outer
+    return fp4.pack(codes), arrange_scales(bytes_[None], outer[None], len(v))[0]
 
 
 def quantize_nvfp4(
@@ -54,13 +54,7 @@ def quantize_nvfp4(
     w: [L, P*I, K] or [L, P, I, K], of any strides -> (packed [L, P*I, K/2] uint8, scales as ExpertWeights has them).
     out: both, to write into. Raises ArgumentError where 32 does not divide K.
     """
-    w = by_plane(w, planes)
-    out = memory_of(w, NVFP4) if out is None else out
-    for expert in range(w.shape[0]):  # one by one: fp32 copies of all experts would be large
-        codes, scales, outer = _encode(w[expert].detach().float())
-        out[0][expert] = fp4.pack(codes)
-        out[1][expert] = arrange_scales(scales[None], outer[None], w.shape[1])[0]
-    return out
+    return by_expert(w, planes, out, NVFP4, _encode)
 
 
 def dequantize_nvfp4(

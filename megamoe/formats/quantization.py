@@ -29,7 +29,7 @@ from megamoe.core.table import (
 )
 from megamoe.formats.mxfp4 import dequantize_mxfp4, quantize_mxfp4
 from megamoe.formats.nvfp4 import dequantize_nvfp4, quantize_nvfp4
-from megamoe.formats.quantized import memory_of
+from megamoe.formats.quantized import by_expert
 
 E4M3, E4M3_MAX = E4M3_ROWS.dtype, E4M3_ROWS.largest
 MIN_AMAX = 1e-10
@@ -111,10 +111,7 @@ def quantize_channels(
     w: [L, P*I, K] or [L, P, I, K], of any strides -> (q [L, P*I, K] e4m3, scale [L, P*I, 1] fp32). out: (q, scale) to
     write into.
     """
-    q, scale = memory_of(by_plane(w, planes), E4M3_CHANNELS) if out is None else out
-    for expert in range(len(w)):  # one by one: the fp32 copy of all experts would be large
-        q[expert], scale[expert] = quantize_tokens(rows_of(w[expert].detach()))
-    return q, scale
+    return by_expert(w, planes, out, E4M3_CHANNELS, lambda v: quantize_tokens(rows_of(v)))
 
 
 def dequantize_channels(
@@ -142,17 +139,16 @@ def quantize_blockwise(
     planes: 2 for the w13 of a gated activation (gate rows, then up rows), else 1.
     out: (q, scale) to write into.
     """
-    w = by_plane(w, planes)
-    q, scale = memory_of(w, E4M3_BLOCKS) if out is None else out
-    rows, width = w.shape[2:]
+    return by_expert(w, planes, out, E4M3_BLOCKS, _quantize_blocks)
+
+
+def _quantize_blocks(v: Tensor) -> tuple[Tensor, Tensor]:
+    """v: [P, I, K] fp32 -> one expert as quantize_blockwise() returns it."""
+    _, rows, width = v.shape
     n, k = num_groups(rows), num_groups(width)
-    for expert in range(len(w)):  # one by one: the padded fp32 copy of all experts would be large
-        edges = 0, k * GROUP - width, 0, n * GROUP - rows
-        padded = torch.nn.functional.pad(w[expert].detach().float(), edges)
-        q_e, scale_e = _quantize(padded.unflatten(2, (k, GROUP)).unflatten(1, (n, GROUP)), (2, 4))
-        q[expert] = q_e.flatten(3, 4).flatten(1, 2)[:, :rows, :width].flatten(0, 1)
-        scale[expert] = scale_e.reshape(scale.shape[1:])
-    return q, scale
+    padded = torch.nn.functional.pad(v, (0, k * GROUP - width, 0, n * GROUP - rows))
+    q, scale = _quantize(padded.unflatten(2, (k, GROUP)).unflatten(1, (n, GROUP)), (2, 4))
+    return q.flatten(3, 4).flatten(1, 2)[:, :rows, :width].flatten(0, 1), scale.reshape(-1, k)
 
 
 def transpose_blocks(

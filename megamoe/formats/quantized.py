@@ -9,7 +9,10 @@ import torch
 from torch import Tensor
 
 from megamoe.core.errors import ArgumentError
+from megamoe.core.planes import by_plane
 from megamoe.core.table import Format
+
+Pair = tuple[Tensor, Tensor]  # numbers and scales
 
 
 @final
@@ -52,6 +55,20 @@ def memory_of(w: Tensor, stored: Format) -> tuple[Tensor, Tensor]:
     numbers = w.new_empty((num, planes * rows, stored.width(width)), dtype=stored.dtype)
     scale = w.new_empty((num, planes * blocks, *of_block), dtype=stored.scale_dtype)
     return numbers, scale
+
+
+def by_expert(
+    w: Tensor, planes: int, out: Pair | None, stored: Format, quantize: Callable[[Tensor], Pair]
+) -> Pair:
+    """Quantize weights [L, P*I, K] or [L, P, I, K] into `out`, or into new memory.
+
+    quantize: one expert's planes [P, I, K], in fp32 -> its numbers and scales.
+    """
+    w = by_plane(w, planes)
+    numbers, scales = memory_of(w, stored) if out is None else out
+    for expert in range(len(w)):  # one by one: fp32 copies of all experts would be large
+        numbers[expert], scales[expert] = quantize(w[expert].detach().float())
+    return numbers, scales
 
 
 def keeping(
