@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megamoe.backends.reference.combine import combine, reduce
 from megamoe.backends.reference.gemm import grouped_gemm, grouped_outer
-from megamoe.backends.reference.layer import keep_rows, kept_tokens, matrices
+from megamoe.backends.reference.layer import begin, matrices
 from megamoe.backends.reference.quant import (
     GROUP,
     ROWS,
@@ -19,7 +19,7 @@ from megamoe.backends.reference.quant import (
     largest_of_groups,
     round_blocks,
 )
-from megamoe.backends.reference.route import BLOCK, Rows, route
+from megamoe.backends.reference.route import BLOCK, Rows
 from megamoe.core.config import Activation, Problem
 from megamoe.core.full_fp32 import full_fp32
 
@@ -57,8 +57,6 @@ def backward(
     [all T, H], dw13, dw2, db13, db2 (shapes of the weights). d_topk_weights_size, d_s_size: the norms of the terms that
     sum to these. Raises ValueError for an unknown rounding, and lists or a gate_up of another size.
     """
-    if rounding not in ("kernel", "none"):
-        raise ValueError(f'rounding is {rounding!r}, expected "kernel" or "none"')
     products = problem.formats.weight_gradients
     if weight_gradients not in products:
         expected = " or ".join(products)
@@ -67,16 +65,7 @@ def backward(
     _check(problem, gate_up, dy=dy, x=x, ids=topk_ids, scores=topk_weights, weights=weights)
     wide = torch.float64 if x[0].dtype == torch.float64 else torch.float32
     stored = torch.bfloat16 if rounding == "kernel" else wide
-    out: dict[str, list[Any]] = {}
-
-    def note(name: str, value: Any) -> Any:
-        out.setdefault(name, []).append(value)
-        return value
-
-    all_rows = [route(problem, rank, topk_ids) for rank in range(problem.ep_size)]
-    kept = kept_tokens(x, check_tokens)
-    if check_tokens is not None:
-        all_rows = keep_rows(all_rows, topk_ids, kept)
+    out, note, all_rows, kept = begin(problem, x, topk_ids, rounding, check_tokens)
     x_NH, dy_NH, score_NK = (
         torch.cat([t[of] for t, of in zip(per_rank, kept, strict=True)])
         for per_rank in (x, dy, topk_weights)

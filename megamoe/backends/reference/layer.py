@@ -43,24 +43,13 @@ def forward(
     x_pool_scale, h_scale. Row m lies in the kernel's pool at rows.pool_row[m]. Differentiable with
     bf16 or fp32 weights.
     """
-    if rounding not in ("kernel", "none"):
-        raise ValueError(f'rounding is {rounding!r}, expected "kernel" or "none"')
+    out, note, all_rows, kept = begin(problem, x, topk_ids, rounding, check_tokens)
     stored = torch.bfloat16 if rounding == "kernel" else torch.float32
     x_codec = formulas(ROWS, problem.formats.x.name)
     h_codec = formulas(ROWS, problem.formats.h.name)
     width = problem.activation.planes * problem.intermediate
-    out: dict[str, list[Any]] = {}
-
-    def note(name: str, value: Any) -> Any:
-        out.setdefault(name, []).append(value)
-        return value
-
-    all_rows = [route(problem, rank, topk_ids) for rank in range(problem.ep_size)]
-    kept = kept_tokens(x, check_tokens)
     x = [_take(x_T, tokens) for x_T, tokens in zip(x, kept, strict=True)]
     weight_NK = torch.cat([w[tokens] for w, tokens in zip(topk_weights, kept, strict=True)])
-    if check_tokens is not None:
-        all_rows = keep_rows(all_rows, topk_ids, kept)
     if x_codec is not None:
         for x_T in x:
             q, scale = x_T if isinstance(x_T, QuantizedRows) else x_codec[0](x_T)
@@ -84,11 +73,33 @@ def forward(
     return out
 
 
+def begin(
+    problem: Problem, x: list[Any], topk_ids: list[Tensor], rounding: str, check_tokens: Any
+) -> tuple[dict[str, list[Any]], Callable[[str, Any], Any], list[Rows], list[Tensor]]:
+    """Return an empty dict, a function that adds to it, rows by expert rank and the tokens to compute by home rank.
+
+    Raises ValueError for an unknown rounding.
+    """
+    if rounding not in ("kernel", "none"):
+        raise ValueError(f'rounding is {rounding!r}, expected "kernel" or "none"')
+    out: dict[str, list[Any]] = {}
+
+    def note(name: str, value: Any) -> Any:
+        out.setdefault(name, []).append(value)
+        return value
+
+    all_rows = [route(problem, rank, topk_ids) for rank in range(problem.ep_size)]
+    kept = _kept_tokens(x, check_tokens)
+    if check_tokens is not None:
+        all_rows = keep_rows(all_rows, topk_ids, kept)
+    return out, note, all_rows, kept
+
+
 def _take(x_TH: Any, tokens: Tensor) -> Any:
     return x_TH.take(tokens) if isinstance(x_TH, QuantizedRows) else x_TH[tokens]
 
 
-def kept_tokens(x: list[Any], check_tokens: Tensor | list[Tensor] | None) -> list[Tensor]:
+def _kept_tokens(x: list[Any], check_tokens: Tensor | list[Tensor] | None) -> list[Tensor]:
     """Return the tokens to compute of each home rank."""
     if check_tokens is None:
         return [torch.arange(x_T.shape[0], device=x_T.device) for x_T in x]

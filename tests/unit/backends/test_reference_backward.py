@@ -15,6 +15,7 @@ from megamoe.formats.weights import ExpertWeights
 from megamoe.testing import assert_close, compare, make_inputs, make_weights
 
 oracle = importlib.import_module("megamoe.backends.reference.backward")
+prologue = importlib.import_module("megamoe.backends.reference.layer")
 NAMES = ("dx", "d_topk_weights", "dw13", "dw2", "db13", "db2")
 LIMIT = ACTIVATIONS["swiglu_oai"].limit
 
@@ -189,7 +190,7 @@ def test_equals_autograd(activation, edge):
 
 
 # Planted faults: each replaces a part of the oracle.
-right_gradient, right_route = oracle.activation_gradient, oracle.route
+right_gradient, right_route = oracle.activation_gradient, prologue.route
 right_outer, right_reduce = oracle.grouped_outer, oracle.reduce
 
 
@@ -239,7 +240,7 @@ def clip_ids(monkeypatch):
     def clipped(problem, rank, ids):
         return right_route(problem, rank, [t.clamp(0, problem.num_experts - 1) for t in ids])
 
-    monkeypatch.setattr(oracle, "route", clipped)
+    monkeypatch.setattr(prologue, "route", clipped)
 
 
 def lose_rows(monkeypatch, lost):
@@ -301,7 +302,7 @@ def skip_weightless(monkeypatch):
             problem, rank, [ids[0].index_fill(0, torch.tensor([0, 1]), -1), *ids[1:]]
         )
 
-    monkeypatch.setattr(oracle, "route", skipped)
+    monkeypatch.setattr(prologue, "route", skipped)
 
 
 FAULTS = {
