@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,15 +12,6 @@ from megamoe.core.errors import ArgumentError
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
     from torch.distributed.checkpoint.planner import WriteItem
-
-
-def is_fsdp(module: torch.nn.Module) -> bool:
-    """Whether FSDP2's fully_shard() was called on this very module."""
-    if "torch.distributed.fsdp" not in sys.modules:
-        return False
-    from torch.distributed.fsdp import FSDPModule
-
-    return isinstance(module, FSDPModule)
 
 
 class ExpertRows(torch.Tensor):

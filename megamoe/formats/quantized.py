@@ -1,8 +1,8 @@
-"""Carry rows of x that the caller has quantized; allocate quantized weights, and keep their dtype in moved modules."""
+"""Carry rows of x that the caller has quantized; allocate quantized weights, and fill them expert by expert."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple, final
 
 import torch
@@ -69,16 +69,3 @@ def by_expert(
     for expert in range(len(w)):  # one by one: fp32 copies of all experts would be large
         numbers[expert], scales[expert] = quantize(w[expert].detach().float())
     return numbers, scales
-
-
-def keeping(
-    quantized: Sequence[Tensor], fn: Callable[[Tensor], Tensor]
-) -> Callable[[Tensor], Tensor]:
-    """Wrap fn, as nn.Module._apply takes it, so that it moves the `quantized` tensors but does not cast them."""
-
-    def move(t: Tensor) -> Tensor:
-        made = fn(t)
-        cast = made.dtype != t.dtype and any(t is q for q in quantized)
-        return t.to(made.device) if cast else made
-
-    return move

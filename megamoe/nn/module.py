@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 import warnings
 from functools import partial
 from typing import Any, NoReturn
@@ -23,8 +24,6 @@ from megamoe.core.planes import is_dtensor
 from megamoe.core.table import E4M3_BLOCKS, E4M3_CHANNELS, MXFP4, NVFP4, Format
 from megamoe.experts.placement import ExpertPlacement
 from megamoe.experts.shards import Place, distributed, read, write
-from megamoe.experts.tensors import is_fsdp
-from megamoe.formats.quantized import keeping
 from megamoe.formats.weights import ExpertWeights, check_experts, expected_weights, master_types
 from megamoe.launch.gathered import Shards, plain
 from megamoe.layer import operators
@@ -351,7 +350,13 @@ class MegaMoE(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> MegaMoE:
         """Move and cast, except that quantized weights keep their dtypes and scales, as integers do."""
         loaded = [getattr(self, n) for n in QUANTIZED] if self.w13_scale is not None else []
-        super()._apply(keeping(loaded, fn), recurse)
+
+        def move(t: Tensor) -> Tensor:
+            made = fn(t)
+            cast = made.dtype != t.dtype and any(t is q for q in loaded)
+            return t.to(made.device) if cast else made
+
+        super()._apply(move, recurse)
         if self._shards is not None and self._is_fsdp_managed_module:
             self._shards.attach(self)
         self.invalidate()  # which lets go of what the parameters were
@@ -510,6 +515,15 @@ class MegaMoE(nn.Module):
         names = ["hidden", "intermediate", "num_experts", "top_k", "ep_size", "rank", "precision"]
         sizes = ", ".join(f"{name}={getattr(self.problem, name)}" for name in names)
         return f"{sizes}, activation={self.problem.activation.kind}, backend={self.backend}"
+
+
+def is_fsdp(module: nn.Module) -> bool:
+    """Whether FSDP2's fully_shard() was called on this very module."""
+    if "torch.distributed.fsdp" not in sys.modules:
+        return False
+    from torch.distributed.fsdp import FSDPModule
+
+    return isinstance(module, FSDPModule)
 
 
 _ignoring: WeakSet[DistributedDataParallel] = WeakSet()  # those that leave experts alone

@@ -21,9 +21,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from megamoe.core.errors import ArgumentError
 from megamoe.core.planes import is_dtensor
 from megamoe.core.uncompiled import uncompiled
-from megamoe.experts.tensors import is_fsdp
 from megamoe.group.group import Group
-from megamoe.nn.module import MegaMoE
+from megamoe.nn.module import MegaMoE, is_fsdp
 
 _NORM = "grad_norm() or clip_grad_norm_()"
 
