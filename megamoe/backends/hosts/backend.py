@@ -29,13 +29,7 @@ from megamoe.backends.hosts.plan import EXCHANGES, DispatchPlan
 from megamoe.backends.rail import Exchange, Waiter, all_to_all
 from megamoe.backends.statistics import Statistics
 from megamoe.core.config import Problem
-from megamoe.core.errors import (
-    ConfigError,
-    MegaMoEError,
-    PeerFault,
-    ProtocolTimeout,
-    RankMismatch,
-)
+from megamoe.core.errors import ConfigError, MegaMoEError, PeerFault, ProtocolTimeout, RankMismatch
 from megamoe.formats.quantization import codec
 from megamoe.formats.quantized import QuantizedRows
 from megamoe.formats.weights import ExpertWeights

@@ -16,14 +16,7 @@ from torch import Tensor
 
 from megamoe.backends.rail import Exchange, exchange_counts
 from megamoe.core.config import Problem
-from megamoe.group.order import (
-    BACKWARD,
-    MARK_INTS,
-    RECORDED,
-    Mark,
-    check_marks,
-    check_numbers,
-)
+from megamoe.group.order import BACKWARD, MARK_INTS, RECORDED, Mark, check_marks, check_numbers
 from megamoe.launch.launches import refuse_capture
 
 

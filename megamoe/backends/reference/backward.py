@@ -12,13 +12,7 @@ from torch import Tensor
 from megamoe.backends.reference.combine import combine, reduce
 from megamoe.backends.reference.gemm import grouped_gemm, grouped_outer
 from megamoe.backends.reference.layer import begin, matrices
-from megamoe.backends.reference.quant import (
-    GROUP,
-    ROWS,
-    formulas,
-    largest_of_groups,
-    round_blocks,
-)
+from megamoe.backends.reference.quant import GROUP, ROWS, formulas, largest_of_groups, round_blocks
 from megamoe.backends.reference.route import BLOCK, Rows
 from megamoe.core.config import Activation, Problem
 from megamoe.core.full_fp32 import full_fp32
