@@ -8,7 +8,7 @@ back, and rejects experts of another rank.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,9 +24,25 @@ if TYPE_CHECKING:  # It takes 1.2 s to import (2026-11-24): only programs that u
     from torch.distributed.tensor import DTensor
 
 
-def span(problem: Problem) -> list[int]:
-    """Return [E, first expert, number of experts] of this rank, as in a state dict's metadata."""
-    return [problem.num_experts, problem.expert_begin(), problem.num_local_experts()]
+class Span(NamedTuple):
+    """Name the experts of some rows: `num` of `total`, from `begin` on."""
+
+    total: int
+    begin: int
+    num: int
+
+    @property
+    def end(self) -> int:
+        """The expert after the last."""
+        return self.begin + self.num
+
+    def __str__(self) -> str:
+        return f"[{self.begin}, {self.end}) of {self.total}"
+
+
+def span(problem: Problem) -> Span:
+    """Return the experts of this rank."""
+    return Span(problem.num_experts, problem.expert_begin(), problem.num_local_experts())
 
 
 def local_part(value: Tensor) -> tuple[Tensor, int]:
@@ -127,44 +143,41 @@ class Place:
             }
         return root[tuple(ordered)], [placed[name] for name in ordered]
 
-    def take(self, name: str, value: Tensor, parameter: Tensor | None, told: list[int]) -> Tensor:
+    def _check_shards(self, name: str, value: DTensor, parameter: DTensor) -> None:
+        """Raise ArgumentError if a DTensor of the parameter's shape is another rank's shard, or FSDP2's own one."""
+        if value is parameter and not self.distributed and self.problem.ep_size > 1:
+            given = "FSDP2's own shard, as set_model_state_dict(full_state_dict=True) leaves it"
+            expected = "experts of all ranks: call distribute() before fully_shard()"
+            raise ArgumentError(f"state_dict[{name!r}]", given, expected)
+        mine, theirs = (v.device_mesh.get_coordinate() for v in (parameter, value))
+        if value.device_mesh == parameter.device_mesh and mine != theirs:
+            given = f"of the rank at {theirs} of the mesh"
+            raise ArgumentError(f"state_dict[{name!r}]", given, f"of the one at {mine}")
+
+    def take(self, name: str, value: Tensor, parameter: Tensor | None, told: Span) -> Tensor:
         """Return the rows for load_state_dict to copy into `parameter`; raise ArgumentError for rows of other experts.
 
         value: DTensor or ExpertRows, or a plain tensor of this rank's experts or of all E.
         parameter: the target, perhaps FSDP2's shard; None: nothing yet, return this rank's experts.
         told: span() of the rank that wrote a plain `value`.
         """
-        total, begin, count = span(self.problem)
-        if is_dtensor(value):
-            if is_dtensor(parameter) and value.shape == parameter.shape:
-                if value is parameter and not self.distributed and self.problem.ep_size > 1:
-                    given = (
-                        "FSDP2's own shard, as set_model_state_dict(full_state_dict=True) leaves it"
-                    )
-                    expected = "experts of all ranks: call distribute() before fully_shard()"
-                    raise ArgumentError(f"state_dict[{name!r}]", given, expected)
-                mine, theirs = (v.device_mesh.get_coordinate() for v in (parameter, value))
-                if value.device_mesh == parameter.device_mesh and mine != theirs:
-                    given = f"of the rank at {theirs} of the mesh"
-                    raise ArgumentError(f"state_dict[{name!r}]", given, f"of the one at {mine}")
-                return value
-            rows, first = local_part(value)
-            told, value = [value.shape[0], first, rows.shape[0]], rows
-        elif isinstance(value, ExpertRows):
-            told, value = [value.total, value.begin, value.local.shape[0]], value.local
-        elif value.shape[:1] == (total,):
-            told = [total, 0, total]
-        elif value.shape[:1] != (told[2],):
+        mine = span(self.problem)
+        if is_dtensor(value) and is_dtensor(parameter) and value.shape == parameter.shape:
+            self._check_shards(name, value, parameter)
+            return value
+        found = _source(value, mine.total, told)
+        if found is None:
             return value  # torch names the sizes
+        rows, given = found
         if parameter is not None:
-            rows, begin = self.rows(parameter)
-            count = rows.shape[0]
-        skip = begin - told[1]
-        if told[0] != total or (count and not 0 <= skip <= told[2] - count):
-            given = f"experts [{told[1]}, {told[1] + told[2]}) of {told[0]}"
-            expected = f"[{begin}, {begin + count}) of {total}, what rank {self.problem.rank} holds"
-            raise ArgumentError(f"state_dict[{name!r}]", given, expected)
-        held = value[skip : skip + count]
+            local, begin = self.rows(parameter)
+            mine = Span(mine.total, begin, local.shape[0])
+        inside = given.begin <= mine.begin and mine.end <= given.end
+        if given.total != mine.total or (mine.num and not inside):
+            expected = f"{mine}, what rank {self.problem.rank} holds"
+            raise ArgumentError(f"state_dict[{name!r}]", f"experts {given}", expected)
+        skip = mine.begin - given.begin
+        held = rows[skip : skip + mine.num]
         if not is_dtensor(parameter):
             return held
         from torch.distributed.tensor import DTensor
@@ -174,11 +187,24 @@ class Place:
         return DTensor.from_local(held.contiguous(), *placed, run_check=False, **whole)
 
 
+def _source(value: Tensor, total: int, told: Span) -> tuple[Tensor, Span] | None:
+    """Return a tensor's rows and their experts: for a plain one all `total`, or `told`; None if neither fits."""
+    if is_dtensor(value):
+        rows, first = local_part(value)
+        return rows, Span(value.shape[0], first, rows.shape[0])
+    if isinstance(value, ExpertRows):
+        return value.local, Span(value.total, value.begin, value.local.shape[0])
+    if value.shape[:1] == (total,):
+        return value, Span(total, 0, total)
+    return (value, told) if value.shape[:1] == (told.num,) else None
+
+
 def write(place: Place, state_dict: dict[str, Any], prefix: str, names: Iterable[str]) -> None:
     """Spread a layer's tensors over all experts in a state dict that torch has filled."""
     metadata = getattr(state_dict, "_metadata", {})
     if prefix[:-1] in metadata:
-        metadata[prefix[:-1]]["experts"] = span(place.problem)
+        # A list: torch.load(weights_only=True) rejects a NamedTuple.
+        metadata[prefix[:-1]]["experts"] = list(span(place.problem))
     for name in names:
         value = state_dict.get(prefix + name)
         if isinstance(value, Tensor):
@@ -193,7 +219,7 @@ def read(
     parameters: dict[str, Tensor | None],
 ) -> None:
     """Replace a layer's tensors in a state dict by what torch may copy into `parameters`."""
-    told = metadata.get("experts", span(place.problem))
+    told = Span(*metadata.get("experts", span(place.problem)))
     for name, parameter in parameters.items():
         value = state_dict.get(prefix + name)
         if isinstance(value, Tensor):
