@@ -20,7 +20,7 @@ from megamoe.checkpoints.recipes import CONFIG, MODELOPT, check_recipes
 from megamoe.core.errors import ArgumentError
 
 SHARD_BYTES = 5 * 10**9
-_BESIDE = (".json", ".jinja", ".model", ".py", ".tiktoken", ".txt")  # configuration and tokenizer
+_COPIED_SUFFIXES = (".json", ".jinja", ".model", ".py", ".tiktoken", ".txt")  # config, tokenizer
 
 _WORDS = {
     **{"weight": "weights", "bias": "biases", "scale": "scales of e4m3 weights"},
@@ -82,8 +82,8 @@ def convert(
         with finished_at_once(target, total) as folder, _bar(total, progress) as written:
             for path in sorted(source.iterdir()):
                 # Another index is not copied, because its files are not.
-                beside = path.suffix in _BESIDE and not path.name.endswith(".index.json")
-                if beside and path.is_file():
+                copied = path.suffix in _COPIED_SUFFIXES and not path.name.endswith(".index.json")
+                if copied and path.is_file():
                     shutil.copyfile(path, folder / path.name)
             write(folder, outputs, shard_bytes, written)
     return [
@@ -159,9 +159,9 @@ def _of_module(experts: Experts, layout: Layout) -> Iterator[Output]:
 
 def _wanted(experts: Experts, layout: Layout) -> str | None:
     """Return which layout is wanted instead of one without a place for a tensor, or that needs another; None: this."""
-    if layout.alike:
+    if layout.per_matrix_scale:
         return f"with a scale of each row, or each block: {layout.name} is only read"
-    if not experts.prefix.endswith(layout.behind):
+    if not experts.prefix.endswith(layout.module_prefix):
         return f"with a place for {experts}"
     if left := sorted(experts.kinds - layout.kinds - {"rows"}):
         places = ", ".join(name for name, other in LAYOUTS.items() if left[0] in other.kinds)

@@ -15,9 +15,9 @@ from megamoe.core.errors import ArgumentError
 
 _NUMBER = r"(?P<n>0|[1-9]\d{0,5})"
 _NUMBERS = re.compile(r"(?:(?<=[._])|(?<=weight)|(?<=bias))\d+")  # of layers and experts
-_BESIDE = {"bias", "rows"}  # what may be there or not
+_OPTIONAL_KINDS = {"bias", "rows"}  # of tensors that may be missing
 # What the numbers of a module are, and in which types.
-_FORMATS: dict[frozenset[str], dict[str, tuple[str, ...]]] = {
+_KIND_DTYPES: dict[frozenset[str], dict[str, tuple[str, ...]]] = {
     frozenset({"weight"}): {"weight": FLOATS},
     frozenset({"weight", "scale"}): {"weight": SCALED, "scale": ("F32", "BF16")},
     frozenset({"weight", "channels"}): {"weight": SCALED, "channels": ("F32", "BF16")},
@@ -124,7 +124,7 @@ class Experts:
 
     def _check(self, entry: Entry, name: str, parts: tuple[str, ...]) -> None:
         dtype = self.source.dtype(name)
-        allowed = _FORMATS[frozenset(self.kinds - _BESIDE)].get(entry.kind, FLOATS)
+        allowed = _KIND_DTYPES[frozenset(self.kinds - _OPTIONAL_KINDS)].get(entry.kind, FLOATS)
         if dtype not in allowed:
             raise ArgumentError(f"{name}.dtype", dtype, f"{' or '.join(allowed)} in {self}")
         for part in parts:
@@ -144,9 +144,9 @@ def _patterns() -> list[tuple[Layout, Entry, str, re.Pattern[str]]]:
     for layout in LAYOUTS.values():
         for entry in layout.entries:
             name = re.escape(entry.name).replace(r"\{n\}", _NUMBER)
-            stem = "" if layout.behind else r"(?:experts\.)" + "?" * layout.bare
+            stem = "" if layout.module_prefix else r"(?:experts\.)" + "?" * layout.allows_bare_names
             # lazy, so that a bare name's prefix ends before "experts."
-            pattern = rf"(?P<prefix>(?:.+?\.)??{re.escape(layout.behind)}){stem}{name}"
+            pattern = rf"(?P<prefix>(?:.+?\.)??{re.escape(layout.module_prefix)}){stem}{name}"
             certain = max(entry.name.split("{n}"), key=len)
             found.append((layout, entry, certain, re.compile(pattern)))
     return found
@@ -160,15 +160,15 @@ def _claims(source: Source) -> dict[str, _Claims]:
     found: dict[str, _Claims] = {}
     known = set(source.names)
     for name in source.names:
-        dtype, scales = source.dtype(name), _scales_of(source, known, name)
+        dtype, of_matrix = source.dtype(name), _is_of_matrix(source, known, name)
         for layout, entry, certain, pattern in _patterns():
             match = pattern.fullmatch(name) if certain in name else None
             packed = layout.types.get(entry.kind)
             if match is None or (dtype == "U8" if packed is None else dtype != packed):
                 continue
-            if layout.behind and len(source.shape(name)) != 3:  # a dense module's
+            if layout.module_prefix and len(source.shape(name)) != 3:  # a dense module's
                 continue
-            if scales != (("channels", layout.alike) if entry.kind == "channels" else None):
+            if of_matrix != (layout.per_matrix_scale if entry.kind == "channels" else None):
                 continue
             number = int(match["n"]) if entry.of_each else None
             places = found.setdefault(match["prefix"], {}).setdefault(layout.name, {})
@@ -178,22 +178,22 @@ def _claims(source: Source) -> dict[str, _Claims]:
     return {prefix: claims for prefix, claims in found.items() if _is_module(prefix, claims)}
 
 
-def _scales_of(source: Source, known: set[str], name: str) -> tuple[str, bool] | None:
-    """Return "channels" and whether they are alike; None: no scale of rows, such as those of blocks, named the same."""
+def _is_of_matrix(source: Source, known: set[str], name: str) -> bool | None:
+    """Return True for a scale of a whole matrix, False for scales of its rows, None for any other tensor."""
     of = name.removesuffix("_scale")
     if of == name or of not in known:
         return None
     shape, rows = source.shape(name), source.shape(of)[:-1]
     if shape in ((), (1,)):
-        return "channels", True
-    return ("channels", False) if shape == (*rows, 1) else None
+        return True
+    return False if shape == (*rows, 1) else None
 
 
 def _is_module(prefix: str, claims: _Claims) -> bool:
     """Whether these are experts: a lone `w2` behind no `experts.` is somebody else's tensor."""
     names = {name for places in claims.values() for name in places.values()}
     known = any(name.startswith(f"{prefix}experts.") for name in names)
-    return known or f"{prefix}w13" in names or any(LAYOUTS[layout].behind for layout in claims)
+    return known or f"{prefix}w13" in names or any(LAYOUTS[of].module_prefix for of in claims)
 
 
 def find(source: Source, stated: str | None, model_type: str | None) -> list[Experts]:
@@ -228,7 +228,7 @@ def _module(
     for name, places in claims.items():
         kinds = {entry.kind for entry, _ in places}
         parts = {p for e, _ in places if e.kind in ("weight", "codes") for p in e.parts}
-        complete = frozenset(kinds - _BESIDE) in _FORMATS and {"up", "down"} <= parts
+        complete = frozenset(kinds - _OPTIONAL_KINDS) in _KIND_DTYPES and {"up", "down"} <= parts
         complete &= kinds >= set(LAYOUTS[name].needs)
         if complete and len(places) == len(names) and stated in (None, name):
             fitting.append(Experts(source, prefix, LAYOUTS[name], places))

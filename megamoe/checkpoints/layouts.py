@@ -29,7 +29,7 @@ _UP = ("gate", "up")
 HF = "gate_proj up_proj down_proj"  # of an expert: gate, up, down
 MIXTRAL = "w1 w3 w2"
 _FP8, _COMPRESSED, _MXFP4 = "fp8", "compressed-tensors", "mxfp4"
-_ALIKE = (_FP8, _COMPRESSED, "modelopt")
+_PER_MATRIX = (_FP8, _COMPRESSED, "modelopt")
 
 
 @dataclass(frozen=True)
@@ -59,15 +59,23 @@ class Entry:
 
 @dataclass(frozen=True)
 class Layout:
-    """Names stand behind `experts.`; `bare`: also behind any module's own name; `behind`: behind that instead.
+    """Describe the names and the arrangement of a library's experts.
 
-    needs: kinds that are always there. interleaved: rows of gate and up alternate. transposed: weights are [K, N].
-    blocked: codes are [N, K/32, 16]. arranged: powers are in the kernel's order (megamoe/formats/mxfp4.py).
-    packed: types of codes and powers. alike: a matrix has one scale, [1] or [], and to other layouts each of its rows
-    has it; so it is only read.
-    methods: whose names of quantized weights these are, as config.json's quant_method has it.
-    ambiguous: others arrange the same names and shapes in another way, so that config.json or the user has to say that
-    this is it; each `model_type` that says so.
+    Args:
+        name: Name of the layout.
+        entries: Tensors of a module of experts.
+        needs: Kinds that are always there.
+        interleaved: True: rows of gate and up alternate.
+        transposed: True: weights are [K, N].
+        blocked: True: codes are [N, K/32, 16].
+        kernel_scale_order: True: powers are in the kernel's order (megamoe/formats/mxfp4.py).
+        per_matrix_scale: True: a matrix has one scale, [1] or [], not one per row. The layout is only read.
+        allows_bare_names: True: names of tensors need no `experts.` before them.
+        module_prefix: What is before them instead of `experts.`. Default: `experts.`
+        packed: Dtypes of codes and powers.
+        methods: quant_method in config.json, if weights are quantized.
+        ambiguous: Each model_type in config.json that has this layout. Other layouts have the same names and shapes, so
+            config.json or the user has to name it. Default: none have.
     """
 
     name: str
@@ -76,17 +84,17 @@ class Layout:
     interleaved: bool = False
     transposed: bool = False
     blocked: bool = False
-    arranged: bool = False
-    alike: bool = False
-    bare: bool = False
-    behind: str = ""
+    kernel_scale_order: bool = False
+    per_matrix_scale: bool = False
+    allows_bare_names: bool = False
+    module_prefix: str = ""
     packed: tuple[str, str] = ("U8", "U8")
     methods: tuple[str, ...] = (_FP8, _COMPRESSED, _MXFP4)
     ambiguous: tuple[str, ...] = ()
 
     def stem(self, prefix: str) -> str:
         """Return what stands before the names of a module: `prefix` ends before "experts."."""
-        return prefix if self.behind else f"{prefix}experts."
+        return prefix if self.module_prefix else f"{prefix}experts."
 
     @property
     def types(self) -> dict[str, str]:
@@ -103,7 +111,7 @@ class Layout:
         whole = torch.stack(parts, 1).flatten(0, 1) if self.interleaved else torch.cat(parts)
         if kind == "codes" and self.blocked:
             whole = whole.unflatten(-1, (-1, BLOCK))
-        if kind == "powers" and self.arranged:
+        if kind == "powers" and self.kernel_scale_order:
             whole = arrange_scales(whole[None], len(parts))[0]
         return whole.T if self._transposed(kind) else whole
 
@@ -111,9 +119,9 @@ class Layout:
         """Invert join(); rows, columns: sizes of a part."""
         if kind == "codes" and self.blocked:
             whole = whole.flatten(-2)
-        if kind == "powers" and self.arranged:
+        if kind == "powers" and self.kernel_scale_order:
             whole = plain_scales(whole[None], num, rows, columns)[0]
-        if kind == "channels" and self.alike:
+        if kind == "channels" and self.per_matrix_scale:
             whole = whole.reshape(1, 1).expand(num * rows, 1)
         whole = whole.T if self._transposed(kind) else whole
         if self.interleaved:
@@ -128,10 +136,10 @@ class Layout:
             "weight": (num * rows, columns),
             "bias": (num * rows,),
             "scale": (num * n, k),
-            "channels": (1,) if self.alike else (num * rows, 1),
+            "channels": (1,) if self.per_matrix_scale else (num * rows, 1),
             "rows": (1,),
             "codes": (num * rows, *(blocked if self.blocked else (columns // 2,))),
-            "powers": arranged if self.arranged else (num * rows, groups),
+            "powers": arranged if self.kernel_scale_order else (num * rows, groups),
         }
         return shapes[kind][::-1] if self._transposed(kind) else shapes[kind]
 
@@ -163,11 +171,11 @@ def per_expert(names: str, kinds: dict[str, str], gated: bool | None = None) -> 
     )
 
 
-def _fp8(name: str, names: str, kind: str, end: str, *methods: str, alike: bool = False) -> Layout:
-    """kind, end: of its scales, and their name."""
-    kinds = {"weight": "weight", kind: end} | ({"rows": "input_scale"} if alike else {})
+def _fp8(name: str, names: str, kind: str, end: str, *methods: str, single: bool = False) -> Layout:
+    """kind, end: of its scales, and their name. single: a scale per matrix."""
+    kinds = {"weight": "weight", kind: end} | ({"rows": "input_scale"} if single else {})
     entries = per_expert(names, kinds, gated=True if names == MIXTRAL else None)
-    return Layout(name, entries, ("weight", kind), alike=alike, methods=methods)
+    return Layout(name, entries, ("weight", kind), per_matrix_scale=single, methods=methods)
 
 
 def _megatron(template: str) -> tuple[Entry, ...]:
@@ -204,7 +212,7 @@ _LAYOUTS = (
             Entry("input_linear.weight", _UP, gated=True),
             Entry("output_linear.weight", ("down",), gated=True),
         ),
-        behind="block_sparse_moe.",
+        module_prefix="block_sparse_moe.",
     ),
     Layout(
         "step3",
@@ -213,7 +221,7 @@ _LAYOUTS = (
             Entry("up_proj.weight", ("up",), gated=True),
             Entry("down_proj.weight", ("down",), gated=True),
         ),
-        behind="moe.",
+        module_prefix="moe.",
     ),
     Layout(
         "deepseek-mxfp4",
@@ -260,8 +268,8 @@ _LAYOUTS = (
     _fp8("compressed-tensors-fp8-block", HF, "scale", "weight_scale", _COMPRESSED),
     _fp8("mixtral-fp8", MIXTRAL, "channels", "weight_scale", _COMPRESSED),
     _fp8("mixtral-fp8-block", MIXTRAL, "scale", "weight_scale", _COMPRESSED),
-    _fp8("tensor-fp8", HF, "channels", "weight_scale", *_ALIKE, alike=True),
-    _fp8("mixtral-tensor-fp8", MIXTRAL, "channels", "weight_scale", *_ALIKE, alike=True),
+    _fp8("tensor-fp8", HF, "channels", "weight_scale", *_PER_MATRIX, single=True),
+    _fp8("mixtral-tensor-fp8", MIXTRAL, "channels", "weight_scale", *_PER_MATRIX, single=True),
     Layout("megatron", _megatron("{linear}.{kind}{n}")),
     Layout("megatron-sequential", _megatron("local_experts.{n}.{linear}.{kind}")),
     Layout(
@@ -281,8 +289,8 @@ _LAYOUTS = (
             Entry("w2_scale", ("down",), "powers"),
         ),
         needs=(),
-        arranged=True,
-        bare=True,
+        kernel_scale_order=True,
+        allows_bare_names=True,
     ),
 )
 LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in _LAYOUTS}

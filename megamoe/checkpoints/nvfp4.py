@@ -19,7 +19,7 @@ _WRITERS = (
     ("weight_packed", "weight_scale", "weight_global_scale", True),  # compressed-tensors
 )
 _PROJECTIONS = HF.split(), MIXTRAL.split()
-_DTYPES = (("U8",), ("F8_E4M3",), ("F32",))
+_DTYPES = ("U8", "F8_E4M3", "F32")
 _LEFT = ("input_scale", "input_global_scale")  # of activations, which stay bf16
 
 
@@ -89,14 +89,14 @@ def _read(
 ) -> list[Tensor]:
     """Return codes [L, N, K/2] and scales [L, N, K/16], bytes, and [L] fp32 of one projection."""
     known, found = set(source.names), []
-    for end, dtypes in zip(ends, _DTYPES, strict=True):
+    for end, dtype in zip(ends, _DTYPES, strict=True):
         tensors: list[Tensor] = []
         for number in numbers:
             name = f"{prefix}{number}.{projection}.{end}"
             if name not in known:
                 raise ArgumentError(f"tensor {name!r}", "missing", "there, as of other experts")
-            if source.dtype(name) not in dtypes:
-                raise ArgumentError(f"{name}.dtype", source.dtype(name), dtypes[0])
+            if source.dtype(name) != dtype:
+                raise ArgumentError(f"{name}.dtype", source.dtype(name), dtype)
             tensor = source.tensor(name)
             tensor = tensor if end == ends[2] else tensor.view(torch.uint8)
             if tensors and tensor.shape != tensors[0].shape:

@@ -24,7 +24,7 @@ _NVFP4 = Layout(
     needs=("codes", "groups", "outer"),
 )
 TARGETS = {"gpt-oss-mxfp4": MXFP4, "deepseek-mxfp4": MXFP4, _NVFP4.name: NVFP4}
-_FORMATS = {f.block_scales: f for f in TARGETS.values()}
+_FORMAT_BY_BLOCK_SCALES = {f.block_scales: f for f in TARGETS.values()}
 _DTYPES = {
     **{torch.uint8: "U8", torch.int8: "I8", torch.float8_e8m0fnu: "F8_E8M0"},
     **{torch.float8_e4m3fn: "F8_E4M3", torch.float32: "F32", torch.float16: "F16"},
@@ -114,7 +114,7 @@ def _parts(prefix: str, weights: ExpertWeights, to: str) -> dict[tuple[str, str]
         (weights.w13, weights.w13_scale, weights.b13, ("gate", "up")),
         (weights.w2, weights.w2_scale, weights.b2, ("down",)),
     ):
-        stored = None if scale is None else _FORMATS.get(scale.shape[-1])
+        stored = None if scale is None else _FORMAT_BY_BLOCK_SCALES.get(scale.shape[-1])
         if scale is None or stored is not TARGETS[to]:
             have = "not packed" if stored is None else stored.name
             raise ArgumentError(f"weights of {prefix}", have, f"{TARGETS[to].name} for {to}")

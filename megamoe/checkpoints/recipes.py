@@ -49,15 +49,15 @@ _OWN: _Recipe = {"activation_scheme": ("dynamic",), "fmt": ("e4m3", "float8_e4m3
 _EXPECTED: dict[str, dict[str, _Recipe]] = {
     "fp8": {
         "scale": _OWN | {"weight_block_size": ([SCALE_GROUP] * 2,)},
-        "alike": _OWN | {"weight_block_size": (None,)},
+        "matrix": _OWN | {"weight_block_size": (None,)},
         "codes": {},  # DeepSeek-V4's, whose other modules are FP8
     },
     "compressed-tensors": {
         "scale": _scheme(_BLOCKS, _GROUP),
         "channels": _scheme({"strategy": "channel"}, _TOKEN),
-        "alike": _scheme({"strategy": "tensor"}, _TOKEN),
+        "matrix": _scheme({"strategy": "tensor"}, _TOKEN),
     },
-    "modelopt": {"alike": {"quant_algo": ()}},
+    "modelopt": {"matrix": {"quant_algo": ()}},
     "mxfp4": {"codes": {}},
 }
 # Of matrices with one scale also rows with one for all tokens, where the user lets a layer give each its own.
@@ -99,7 +99,7 @@ def check_recipes(
             said = beside.get("quantization")
             said = {"quant_method": "modelopt"} | said if isinstance(said, dict) else said
             recipes.append((f"{folder / MODELOPT}: quantization", said))
-        written = () if to.bare or to is experts.layout else (to,)
+        written = () if to.allows_bare_names or to is experts.layout else (to,)
         for layout in (experts.layout, *written):
             case = _Case(experts, layout, dynamic_activations)
             for name, recipe in recipes:
@@ -136,7 +136,7 @@ class _Case:
     def arrangement(self) -> str | None:
         """What the experts have of scales; None: their numbers are no quantized ones."""
         kinds = [kind for kind in ("scale", "channels", "codes") if kind in self.experts.kinds]
-        return "alike" if kinds and self.layout.alike else next(iter(kinds), None)
+        return "matrix" if kinds and self.layout.per_matrix_scale else next(iter(kinds), None)
 
     @cached_property
     def modules(self) -> list[tuple[str, ...]]:
@@ -157,7 +157,7 @@ class _Case:
     def check(self, name: str, recipe: dict[str, Any], said: _Recipe) -> None:
         """Raise ArgumentError unless each key is one of what is said."""
         for key, every in said.items():
-            if self.dynamic_activations and self.arrangement == "alike":
+            if self.dynamic_activations and self.arrangement == "matrix":
                 every += _ROWS.get(key, ())
             found = recipe.get(key, _DEFAULTS.get(key))
             if isinstance(found, dict):
