@@ -178,23 +178,22 @@ def _fp8(name: str, names: str, kind: str, end: str, *methods: str, single: bool
     return Layout(name, entries, ("weight", kind), per_matrix_scale=single, methods=methods)
 
 
-def _megatron(template: str) -> tuple[Entry, ...]:
-    sides = (("linear_fc1", _UP), ("linear_fc2", ("down",)))
-    kinds = ("weight", "bias")
+def _joined(
+    gate_up: str, down: str, kinds: dict[str, str], gated: bool | None = True
+) -> tuple[Entry, ...]:
+    """gate_up, down: names of two tensors; kinds: their names behind these."""
     return tuple(
-        Entry(template.format(linear=linear, kind=kind, n="{n}"), parts, kind)
-        for linear, parts in sides
-        for kind in kinds
+        Entry(f"{name}{end}", parts, kind, gated)
+        for name, parts in ((gate_up, _UP), (down, ("down",)))
+        for kind, end in kinds.items()
     )
 
 
-_TRANSPOSED = (
-    Entry("gate_up_proj", _UP, gated=True),
-    Entry("gate_up_proj_bias", _UP, "bias", gated=True),
-    Entry("down_proj", ("down",), gated=True),
-    Entry("down_proj_bias", ("down",), "bias", gated=True),
-)
-
+_TRANSPOSED = _joined("gate_up_proj", "down_proj", {"weight": "", "bias": "_bias"})
+_MXFP4_KINDS = {"codes": "_blocks", "powers": "_scales", "bias": "_bias"}
+_GROUPED = {"weight": ".weight{n}", "bias": ".bias{n}"}  # Megatron-Core's
+_SEQUENTIAL = {"weight": ".weight", "bias": ".bias"}
+_LOCAL = "local_experts.{n}.linear_fc"
 _LAYOUTS = (
     Layout(
         "hf-fused",
@@ -208,10 +207,7 @@ _LAYOUTS = (
     Layout("mixtral", per_expert(MIXTRAL, {"weight": "weight"}, gated=True)),
     Layout(
         "granite",
-        (
-            Entry("input_linear.weight", _UP, gated=True),
-            Entry("output_linear.weight", ("down",), gated=True),
-        ),
+        _joined("input_linear", "output_linear", {"weight": ".weight"}),
         module_prefix="block_sparse_moe.",
     ),
     Layout(
@@ -249,14 +245,7 @@ _LAYOUTS = (
     ),
     Layout(
         "gpt-oss-mxfp4",
-        (
-            Entry("gate_up_proj_blocks", _UP, "codes", gated=True),
-            Entry("gate_up_proj_scales", _UP, "powers", gated=True),
-            Entry("gate_up_proj_bias", _UP, "bias", gated=True),
-            Entry("down_proj_blocks", ("down",), "codes", gated=True),
-            Entry("down_proj_scales", ("down",), "powers", gated=True),
-            Entry("down_proj_bias", ("down",), "bias", gated=True),
-        ),
+        _joined("gate_up_proj", "down_proj", _MXFP4_KINDS),
         needs=("codes", "powers", "bias"),
         interleaved=True,
         blocked=True,
@@ -270,8 +259,8 @@ _LAYOUTS = (
     _fp8("mixtral-fp8-block", MIXTRAL, "scale", "weight_scale", _COMPRESSED),
     _fp8("tensor-fp8", HF, "channels", "weight_scale", *_PER_MATRIX, single=True),
     _fp8("mixtral-tensor-fp8", MIXTRAL, "channels", "weight_scale", *_PER_MATRIX, single=True),
-    Layout("megatron", _megatron("{linear}.{kind}{n}")),
-    Layout("megatron-sequential", _megatron("local_experts.{n}.{linear}.{kind}")),
+    Layout("megatron", _joined("linear_fc1", "linear_fc2", _GROUPED, gated=None)),
+    Layout("megatron-sequential", _joined(f"{_LOCAL}1", f"{_LOCAL}2", _SEQUENTIAL, gated=None)),
     Layout(
         "megamoe",
         (
