@@ -88,6 +88,31 @@ _EDGES: dict[str, tuple[str, str, str, bool]] = {
     "grads_ready": ("gemm1 and restore of the backward pass", "load_a and load_b", "expert", False),
 }
 _PROLOGUE = ("routes_ready", "config", "state")  # before the roles part
+# edge name -> what is raised instead of a time-out, with fields of the record
+_FAULTS: dict[str, tuple[type[MegaMoEError], str]] = {
+    "peer_abort": (
+        PeerFault,
+        "rank {rank} left its launch because another rank gave up (edge peer_abort): see that "
+        "rank's error. No wait of this rank failed; its y is NaN",
+    ),
+    "config": (
+        RankMismatch,
+        "rank {peer} runs another configuration than rank {rank}: config hash {seen:#010x}, "
+        "expected {expected:#010x} (role {role}). Create the layer with equal arguments on all "
+        "ranks and call the layers in the same order everywhere",
+    ),
+    "state": (
+        RankMismatch,
+        "the backward pass of rank {rank} was given a state that no forward of this layer completed: made by "
+        "launch {seen}, expected {expected} (role {role}). Did that forward fail, or was reset() called since?",
+    ),
+    "kept": (
+        WorkspaceTooSmall,
+        "backward_dw() of rank {rank} has not all rows of pass {index} of those that it took: "
+        "{seen} pool rows, in several fillings of pool_rows={expected}, of which one is kept. Its gradients are "
+        'NaN. Expected a pool_rows of at least so many, or delay_wgrad=True in place of "keep"',
+    ),
+}
 
 
 def fault_to_error(record: Mapping[str, Any]) -> MegaMoEError:
@@ -101,30 +126,10 @@ def fault_to_error(record: Mapping[str, Any]) -> MegaMoEError:
     """
     edge, rank, peer = str(record["edge"]), int(record["rank"]), int(record["peer"])
     role = "prologue" if edge in _PROLOGUE else str(record["role"])
-    where = f"(role {role})"
-    if edge == "peer_abort":
-        return PeerFault(
-            f"rank {rank} left its launch because another rank gave up (edge peer_abort): see that "
-            "rank's error. No wait of this rank failed; its y is NaN"
-        )
+    if edge in _FAULTS:
+        kind, text = _FAULTS[edge]
+        return kind(text.format_map({**record, "role": role}))
     expected, seen = int(record["expected"]), int(record["seen"])
-    if edge == "config":
-        return RankMismatch(
-            f"rank {peer} runs another configuration than rank {rank}: config hash {seen:#010x}, "
-            f"expected {expected:#010x} {where}. Create the layer with equal arguments on all "
-            "ranks and call the layers in the same order everywhere"
-        )
-    if edge == "state":
-        return RankMismatch(
-            f"the backward pass of rank {rank} was given a state that no forward of this layer completed: made by "
-            f"launch {seen}, expected {expected} {where}. Did that forward fail, or was reset() called since?"
-        )
-    if edge == "kept":
-        return WorkspaceTooSmall(
-            f"backward_dw() of rank {rank} has not all rows of pass {int(record['index'])} of those that it took: "
-            f"{seen} pool rows, in several fillings of pool_rows={expected}, of which one is kept. Its gradients are "
-            'NaN. Expected a pool_rows of at least so many, or delay_wgrad=True in place of "keep"'
-        )
     seconds = int(record["waited_ns"]) / 1e9
     producer, consumer, counted, crosses = _EDGES.get(edge, ("?", "?", "index", False))
     for_whom = f" for {counted} {int(record['index'])}" if counted else ""
@@ -132,7 +137,7 @@ def fault_to_error(record: Mapping[str, Any]) -> MegaMoEError:
         for_whom = f" for rank {peer}" if counted == "rank" else f"{for_whom} from rank {peer}"
     message = (
         f"rank {rank} waited {seconds:.1f} s at edge {edge} ({producer} -> {consumer})"
-        f"{for_whom}: expected {expected}, saw {seen} {where}"
+        f"{for_whom}: expected {expected}, saw {seen} (role {role})"
     )
     if crosses and peer < MAX_RANKS:
         message += f". Look at rank {peer}: it has died, is late, or never made this call"
