@@ -34,7 +34,7 @@ from megamoe.group.hosts import Hosts
 from megamoe.group.order import mark_of
 
 RAIL_CTAS = 8  # SMs that NCCL takes at most for a rail; a launch of the kernel leaves as many
-# By which torch.distributed's own time-out is longer than ours, which can say who is missing.
+# torch.distributed's time-out is this much longer than ours, so that ours fires first: it names the missing rank.
 SLACK_S = 10.0
 _LOOK_S = 0.25  # between looks at the store
 _GRACE_S = 10.0  # that others have at most to say what they saw
@@ -97,9 +97,10 @@ class Part(Group):
 
 
 class Links:
-    """Of one group, for all layers on it. Making and renewing them is collective over the group.
+    """Hold one rank's process groups for a layer over hosts: its rail and its host. All layers of a group share it.
 
-    rail, host: stay the same objects when what is behind them is made anew.
+    Creating it and renew() are collective over the group.
+    rail, host: renew() replaces their process groups; the objects stay the same.
     broken: what broke a call so that only renew() helps, or None.
     num_recorded: number of the last call whose gradients are recorded, equal along a rail. Numbers never repeat.
     """
@@ -161,7 +162,7 @@ class Links:
             raise WindowBroken(f"call reset() on all ranks first. The fault was: {self.broken}")
 
     def report(self, error: Exception, refuses: bool = False) -> bool:
-        """Report what this rank has met. Return whether it is this rank's own, as which it raises it.
+        """Publish this rank's error in the store. Return True if the error started on this rank.
 
         refuses: the rank makes no call.
         """

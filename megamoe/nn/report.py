@@ -22,13 +22,13 @@ def memory_report(of: Problem | Layer | MegaMoE, pool_rows: int | None = None) -
 
     Returns:
         A dict. Inference: window_bytes (symmetric memory; layers may share a window), workspace_bytes (layers of equal
-        sizes that share a window share it), pool_rows, worst_pool_rows (no launch needs more), regions (name -> bytes),
-        copies_bytes (quantized weights with scales; 0 in BF16), and masters_bytes, of a MegaMoE its w13 and w2.
-        Training, 0 if the precision does not train: backward_bytes (a second workspace, shared alike),
-        train_state_bytes (per call that waits for its backward pass), train_state_used_bytes (the part used at an even
-        load), train_state_worst_bytes (with a pool for one pass), transposes_bytes (of the copies; with
-        transposes="made" once per device), training_regions. The same as "text" and, in short,
-        as "line".
+        sizes that share a window share it), state_bytes (per call), pool_rows, worst_pool_rows (no launch needs more),
+        regions (name -> bytes), copies_bytes (quantized weights with scales; 0 in BF16), and masters_bytes, of a
+        MegaMoE its w13 and w2. Training, 0 if the precision does not train: backward_bytes (a second workspace, shared
+        alike), train_state_bytes (per call that waits for its backward pass), train_state_used_bytes (the part used at
+        an even load), train_state_worst_bytes (with a pool for one pass), stash_bytes (with delay_wgrad="keep", per
+        pass that waits for backward_dw(), in place of its state), transposes_bytes (of the copies; with
+        transposes="made" once per device), training_regions. The same as "text" and, in short, as "line".
 
     Raises:
         ConfigError: `of` is something else.

@@ -21,12 +21,13 @@ from megamoe.launch.launches import refuse_capture
 
 
 class DispatchPlan(NamedTuple):
-    """Which rows of a call go where. They lie by chunk, and those of a chunk by host.
+    """Say which rows of a call go where. Rows are in order of chunks, those of a chunk in order of hosts.
 
-    tokens: of each row that is sent; before confirm() behind them any. places: [T * N], which row of what comes back
-    each host has made of a token; 0: of no token. send, receive: how many rows to and from each host, by chunk; before
-    confirm() all that there could be. slots: FixedCapacity: tokens, but T where there is none, which hold any row in
-    `tokens`, and T + 1 of marks, which are sent like another chunk. counts: DynamicCounts: `send`, [C, N].
+    tokens: token of each row to send. Before confirm() the tail is padding with arbitrary tokens.
+    places: [T * N], which row of what comes back each host has made of a token; 0: of no token. send, receive: how many
+    rows to and from each host, by chunk; before confirm() all that there could be. slots: FixedCapacity: tokens, but T
+    where there is none, which hold any row in `tokens`, and T + 1 of marks, which are sent like another chunk.
+    counts: DynamicCounts: `send`, [C, N].
     """
 
     tokens: Tensor
