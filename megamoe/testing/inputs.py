@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megamoe.backends.call import Call
 from megamoe.core.config import Problem
-from megamoe.formats.quantized import QuantizedRows
 from megamoe.formats.weights import ExpertWeights, expected_weights
 
 # Inputs have other seeds: a row of x that equals a row of weights would make sums of many standard deviations.
@@ -19,18 +16,6 @@ from megamoe.formats.weights import ExpertWeights, expected_weights
 WEIGHT_SEEDS = 1 << 31
 ROUTINGS = ("uniform", "hot", "one_rank", "dropped", "duplicates", "all_dropped")
 OVERLOADED, SKEWED = "one_expert", "skewed"  # routings beside them
-
-
-def calls_of(
-    xs: Sequence[Tensor | QuantizedRows],
-    topk_ids: Sequence[Tensor],
-    topk_weights: Sequence[Tensor],
-    weights: Sequence[ExpertWeights],
-    counts: Sequence[Tensor | None] | None = None,
-) -> list[Call]:
-    """Return the calls of all ranks. counts: num_tokens_device of each."""
-    given = counts or [None] * len(xs)
-    return list(map(Call, xs, topk_ids, topk_weights, weights, given))
 
 
 @dataclass

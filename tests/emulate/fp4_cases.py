@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from calls import calls_of
 from torch import Tensor
 
 from megamoe.backends.emulate.emulation import Emulation
@@ -16,7 +17,6 @@ from megamoe.formats.nvfp4 import arrange_scales as arrange_nvfp4
 from megamoe.formats.weights import ExpertWeights, expected_weights
 from megamoe.testing import make_inputs
 from megamoe.testing.compare import same_bits
-from megamoe.testing.inputs import calls_of
 
 PLAIN = {"fp8xmxfp4": "fp8", "bf16xmxfp4": "bf16", "bf16xnvfp4": "bf16"}
 CENTRE, HEADROOM, LEAST = 116, 6, 7  # numbers of about 2^-11 to 2^-9; fp4/format.cuh

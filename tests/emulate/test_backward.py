@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from calls import calls_of
 from hypothesis import HealthCheck, given, settings
+from layouts import LAYOUTS
 from shapes import Case, cases
 from torch import Tensor
 from training_cases import Call, adding_to, check, judge, least_pool, needing, zeros
@@ -19,8 +21,7 @@ from megamoe.core.config import ACTIVATIONS, Problem
 from megamoe.launch import layout
 from megamoe.testing.compare import assert_close, rounding_step
 from megamoe.testing.gradients import GRADIENTS
-from megamoe.testing.inputs import OVERLOADED, ROUTINGS, calls_of
-from megamoe.testing.layouts import LAYOUTS
+from megamoe.testing.inputs import OVERLOADED, ROUTINGS
 
 SMALL = {
     "hidden": 144,

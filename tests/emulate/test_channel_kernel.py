@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from calls import calls_of
 from flaws import SEEN, names, plant
 from test_forward import check, columns, inputs_of
 
@@ -19,7 +20,6 @@ from megamoe.formats.quantization import dequantize_rows
 from megamoe.formats.quantized import QuantizedRows
 from megamoe.launch.table import weight_rows
 from megamoe.testing import assert_close, make_weights
-from megamoe.testing.inputs import calls_of
 
 # Halves that end within 128 columns, in h and y; rows of more than a batch of a warp's loads in stage.
 PROBLEM = Problem(2176, 208, 3, 2, 2, max_tokens=90, precision="fp8_channel", bias=True)

@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from calls import calls_of
 from flaws import SEEN, names, plant
 from hypothesis import HealthCheck, given, settings
+from layouts import LAYOUTS
 from shapes import Case, cases
 from torch import Tensor
 from training_cases import least_pool
@@ -27,10 +29,9 @@ from megamoe.core.errors import MegaMoEError, PeerFault, ProtocolTimeout, RankMi
 from megamoe.formats.weights import ExpertWeights
 from megamoe.launch import arguments, layout, table
 from megamoe.testing.compare import assert_close
-from megamoe.testing.inputs import ROUTINGS, Inputs, calls_of, make_inputs, make_weights
+from megamoe.testing.inputs import ROUTINGS, Inputs, make_inputs, make_weights
 from megamoe.testing.intermediates import few_steps
 from megamoe.testing.launch import launch
-from megamoe.testing.layouts import LAYOUTS
 
 # Relative Frobenius error to the reference with the kernel's roundings. What remains are fp32 sums in another order,
 # which now and then round to the neighbouring bf16 or e4m3 value. Where there are so few elements that two such steps

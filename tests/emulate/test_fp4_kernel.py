@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from calls import calls_of
 from flaws import SEEN, names, plant
 from fp4_cases import (
     HEADROOM,
@@ -41,7 +42,6 @@ from megamoe.formats.quantization import dequantize_rows
 from megamoe.formats.quantized import QuantizedRows
 from megamoe.testing import ROUTINGS, assert_close, make_inputs
 from megamoe.testing.compare import same_bits
-from megamoe.testing.inputs import calls_of
 
 
 @pytest.mark.parametrize("precision", list(PLAIN))

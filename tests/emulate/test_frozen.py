@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from calls import calls_of
 from flaws import SEEN, names, plant
 from fp4_cases import random_bits, spread_ids
 from torch import Tensor
@@ -25,7 +26,6 @@ from megamoe.formats.weights import ExpertWeights
 from megamoe.launch import layout, panels
 from megamoe.testing import make_inputs
 from megamoe.testing.compare import assert_close, same_bits
-from megamoe.testing.inputs import calls_of
 from megamoe.testing.intermediates import LIMIT
 
 PACKED = [p.name for p in PRECISIONS.values() if p.packed]

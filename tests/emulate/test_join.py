@@ -6,6 +6,7 @@ next to nothing for the peers, so that half of the pairs have to do.
 
 import pytest
 import torch
+from calls import calls_of
 from test_backward_faults import FOREIGN, PROBLEM, assert_no_numbers, numbers, two_calls  # noqa: F401
 from test_forward import columns, inputs_of
 from training_cases import check
@@ -14,7 +15,6 @@ from megamoe.backends.emulate.emulation import Emulation
 from megamoe.core.config import Problem
 from megamoe.core.errors import RankMismatch
 from megamoe.testing.compare import same_bits
-from megamoe.testing.inputs import calls_of
 
 CTAS, SEEDS, TOKENS = 8, range(1, 9), [40, 0, 70]
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from calls import calls_of
 from flaws import names, plant
 from test_forward import columns, inputs_of
 from training_cases import least_pool
@@ -17,7 +18,6 @@ from megamoe.core.config import Problem
 from megamoe.launch import meetings
 from megamoe.launch.meetings import Meet
 from megamoe.testing.compare import same_bits
-from megamoe.testing.inputs import calls_of
 
 CTAS = 8
 # Runs of four to five blocks, an odd number of columns in gemm1, a last tile of gemm2 that is not full.

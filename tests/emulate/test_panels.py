@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from calls import calls_of
 from flaws import SEEN, names, plant
 from fp4_cases import by_quads, check, over_ranks, plainly, random_bits
 from training_cases import least_pool
@@ -16,7 +17,6 @@ from megamoe.core.errors import ProtocolTimeout
 from megamoe.launch import panels
 from megamoe.testing import make_inputs
 from megamoe.testing.compare import same_bits
-from megamoe.testing.inputs import calls_of
 
 
 @pytest.fixture(params=[1, 2], ids=["one room", "two rooms"])

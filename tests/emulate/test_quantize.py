@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from layouts import apart, interleaved, with_gaps
 from torch import Tensor
 
 from megamoe.formats.mxfp4 import arrange_scales, dequantize_mxfp4
@@ -22,7 +23,6 @@ from megamoe.launch.passes import sum_rows
 from megamoe.ops.groups import Groups, tails
 from megamoe.ops.scales import by_block, num_places
 from megamoe.testing.compare import same_bits
-from megamoe.testing.layouts import apart, interleaved, with_gaps
 
 GUARD, UNTOUCHED = 64, 0xA5  # bytes behind each output, and what all of them hold before
 

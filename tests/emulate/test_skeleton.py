@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from calls import calls_of
 
 from megamoe.backends.emulate.backend import Emulation
 from megamoe.backends.reference.layer import forward
@@ -14,7 +15,7 @@ from megamoe.core.config import Problem
 from megamoe.jit.source import TILE, Variant
 from megamoe.launch import layout
 from megamoe.testing.compare import assert_close
-from megamoe.testing.inputs import calls_of, make_inputs, make_weights
+from megamoe.testing.inputs import make_inputs, make_weights
 
 
 def run(problem: Problem, tokens: int, seed: int = 0) -> tuple[Any, Any]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from calls import calls_of
 from flaws import SEEN, names, plant
 from fp4_cases import spread_ids
 from training_cases import Call, check, judge
@@ -15,7 +16,6 @@ from megamoe.backends.emulate.emulation import Emulation
 from megamoe.core.config import Problem
 from megamoe.testing import make_inputs, make_weights
 from megamoe.testing.compare import same_bits
-from megamoe.testing.inputs import calls_of
 
 # of an expert: blocks of one to seven small boxes and full ones, alone and beside each other
 ROWS = (1, 15, 16, 17, 32, 33, 64, 65, 80, 97, 112, 113, 128, 129, 144, 200, 0, 241)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from layouts import LAYOUTS
 from thread_group import ThreadGroup
 from training_cases import Call as OfRanks
 from training_cases import zeros
@@ -18,7 +19,6 @@ from megamoe.backends.emulate.emulation import Emulation
 from megamoe.core.config import Problem
 from megamoe.core.errors import ArgumentError
 from megamoe.formats.weights import TransposedWeights
-from megamoe.testing.layouts import LAYOUTS
 
 PROBLEM = Problem(64, 48, 4, 2, ep_size=2, max_tokens=32, bias=True)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from calls import calls_of
 from torch import Tensor
 
 from megamoe.backends.call import GradRequest, Needs
@@ -18,7 +19,7 @@ from megamoe.core.config import Problem
 from megamoe.formats.weights import ExpertWeights
 from megamoe.launch import layout
 from megamoe.testing.gradients import GRADIENTS, GradientChecker
-from megamoe.testing.inputs import Inputs, calls_of, make_inputs, make_weights
+from megamoe.testing.inputs import Inputs, make_inputs, make_weights
 
 GROUP = 64  # an expert's rows are filled up to a multiple of it, by rows of zeros; to BLOCK for e4m3 products
 

@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from crowds import crowds
 
 from megamoe import Problem
 from megamoe.backends.call import Call
 from megamoe.backends.select import make_backend
 from megamoe.launch.layout import min_pool_rows
 from megamoe.testing import Inputs, launch, make_inputs, make_weights
-from megamoe.testing.crowds import crowds
 
 PRECISIONS = ("bf16", "fp8", "fp8_channel", "fp8xmxfp4", "bf16xmxfp4", "bf16xnvfp4")
 SIZES = {"hidden": 1024, "intermediate": 640, "num_experts": 17, "top_k": 4, "max_tokens": 2000}

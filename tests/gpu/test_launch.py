@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from layouts import LAYOUTS, apart, interleaved, with_gaps
 
 from megamoe.backends import reference
 from megamoe.backends.call import Call
@@ -21,7 +22,6 @@ from megamoe.formats.weights import ExpertWeights, expected_weights
 from megamoe.jit import quantize
 from megamoe.jit.quantize import quantize_weights
 from megamoe.launch import passes
-from megamoe.testing.layouts import LAYOUTS, apart, interleaved, with_gaps
 
 pytestmark = pytest.mark.gpu
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from copies import watched
 from pages import programs
 
 import megamoe
@@ -15,7 +16,6 @@ from megamoe.core.config import ACTIVATIONS, Activation
 from megamoe.core.errors import ArgumentError, ConfigError, MegaMoEError
 from megamoe.layer import main_grad
 from megamoe.testing import assert_close, compare, same_bits
-from megamoe.testing.copies import watched
 
 pytest.importorskip("megatron.core", reason="megatron-core is missing: make libraries")
 from megatron.core import parallel_state  # noqa: E402

@@ -7,13 +7,13 @@ from unittest import mock
 
 import pytest
 import torch
+from copies import watched
 
 import megamoe
 from megamoe.core.config import ACTIVATIONS, Activation
 from megamoe.core.errors import ArgumentError, ConfigError
 from megamoe.formats.weights import MASTERS
 from megamoe.testing import assert_close, same_bits
-from megamoe.testing.copies import watched
 
 pytest.importorskip("torchtitan", reason="torchtitan is missing: make libraries")
 from torchtitan.config.override import (  # noqa: E402

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from copies import watched
 from torch.distributed.tensor import DTensor
 
 from megamoe.core.errors import MegaMoEError
 from megamoe.testing import assert_close, launch
-from megamoe.testing.copies import watched
 
 pytest.importorskip("torchtitan", reason="torchtitan is missing: make libraries")
 import torchtitan_models  # noqa: E402

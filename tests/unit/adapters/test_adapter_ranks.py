@@ -4,10 +4,10 @@ import gc
 
 import pytest
 import torch
+from copies import watched
 
 from megamoe.core.errors import MegaMoEError
 from megamoe.testing import assert_close, launch
-from megamoe.testing.copies import watched
 
 transformers = pytest.importorskip("transformers", minversion="5.23")
 pytest.importorskip("accelerate")

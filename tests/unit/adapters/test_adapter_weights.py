@@ -1,11 +1,11 @@
 """What the transformers adapter reads in an experts module: its activation, its weights."""
 
 import pytest
+from copies import watched
 
 import megamoe
 from megamoe.core.config import Activation
 from megamoe.core.errors import ArgumentError, ConfigError
-from megamoe.testing.copies import watched
 
 transformers = pytest.importorskip("transformers", minversion="5.20")
 import torch  # noqa: E402

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ambient import default_dtype
+from calls import calls_of
 from test_reference_backward import EDGES, NAMES, make_call
 
 from megamoe.backends import reference
@@ -22,7 +23,6 @@ from megamoe.layer.autograd import apply
 from megamoe.layer.inputs import Inputs
 from megamoe.layer.runtime import Runtime
 from megamoe.testing import assert_close, launch, make_inputs, make_weights
-from megamoe.testing.inputs import calls_of
 
 EDGES_BY_NAME = {edge.__name__: edge for edge in EDGES}
 TOKENS = {1: (6,), 2: (6, 3)}

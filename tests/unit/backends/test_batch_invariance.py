@@ -5,6 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from calls import calls_of
+from crowds import crowds
 
 import megamoe
 from megamoe.backends.emulate.emulation import Emulation
@@ -12,8 +14,6 @@ from megamoe.core.config import Problem
 from megamoe.formats.weights import ExpertWeights
 from megamoe.launch import layout
 from megamoe.testing import Inputs, launch, make_inputs, make_weights
-from megamoe.testing.crowds import crowds
-from megamoe.testing.inputs import calls_of
 
 WATCHED = 12
 PRECISIONS = ("bf16", "fp8", "fp8_channel", "fp8xmxfp4", "bf16xmxfp4", "bf16xnvfp4")

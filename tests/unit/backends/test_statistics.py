@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from calls import calls_of
 
 from megamoe import ConfigError, Layer, MegaMoE, MegaMoEError, Problem, memory_report
 from megamoe.backends.emulate.emulation import Emulation
 from megamoe.backends.statistics import _num_passes
 from megamoe.launch import layout
 from megamoe.testing import launch, make_inputs, make_weights
-from megamoe.testing.inputs import calls_of
 
 PROBLEM = Problem(64, 48, 6, 3, max_tokens=200)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from layouts import LAYOUTS, apart, interleaved, with_gaps
 from saving import count_no_calls
 from torch import Tensor
 
@@ -25,7 +26,6 @@ from megamoe.formats.weights import ExpertWeights, TransposedWeights
 from megamoe.launch.cache import QuantizedCache
 from megamoe.layer.inputs import Inputs
 from megamoe.testing import make_inputs, make_weights
-from megamoe.testing.layouts import LAYOUTS, apart, interleaved, with_gaps
 
 PROBLEM = Problem(144, 80, 5, 3, max_tokens=40, bias=True, activation="swiglu_oai")
 

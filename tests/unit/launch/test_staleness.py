@@ -7,6 +7,7 @@ at the first use and after each optimizer step, whatever the optimizer, the wrap
 import pytest
 import torch
 import torch.distributed as dist
+from copies import watched
 from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -15,7 +16,6 @@ from writes import WRITES, other_values
 import megamoe
 from megamoe.launch import cache as cache_module
 from megamoe.testing import launch
-from megamoe.testing.copies import watched
 
 STEPS = 3
 DUE = 2 * (1 + STEPS)

@@ -5,6 +5,7 @@ import io
 
 import pytest
 import torch
+from copies import watched
 from writes import WRITES, other_values
 
 import megamoe
@@ -13,7 +14,6 @@ from megamoe.core.config import Problem
 from megamoe.formats.versions import made_of
 from megamoe.formats.weights import ExpertWeights
 from megamoe.launch import cache as cache_module
-from megamoe.testing.copies import watched
 
 PROBLEM = Problem(
     hidden=32, intermediate=16, num_experts=4, top_k=2, max_tokens=32, precision="fp8"

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from calls import calls_of
 from outcomes import outcome
 
 from megamoe import Layer, MegaMoE, Problem
@@ -15,7 +16,6 @@ from megamoe.core.errors import ArgumentError
 from megamoe.formats.quantization import codec, quantize_rows
 from megamoe.formats.quantized import QuantizedRows
 from megamoe.testing import assert_close, launch, make_inputs, make_weights, same_bits
-from megamoe.testing.inputs import calls_of
 
 # the second group of 128 has 16 columns
 PROBLEM = Problem(144, 80, 5, 2, max_tokens=40, precision="fp8")

@@ -5,6 +5,7 @@ import weakref
 
 import pytest
 import torch
+from copies import watched
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim.optimizer import _global_optimizer_post_hooks
@@ -13,7 +14,6 @@ import megamoe
 from megamoe.core.errors import ArgumentError
 from megamoe.launch import cache as cache_module
 from megamoe.testing import launch
-from megamoe.testing.copies import watched
 
 SHAPE = {"hidden": 32, "intermediate": 16, "num_experts": 4, "top_k": 2, "max_tokens": 32}
 STEPS, MICRO_BATCHES = 3, 2
