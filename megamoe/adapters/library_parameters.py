@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megamoe.formats.versions import invalidate, made_of
-from megamoe.formats.weights import MASTERS, ExpertWeights
+from megamoe.formats.weights import BF16_MASTERS, ExpertWeights
 from megamoe.layer import main_grad
 
 _ALIGNMENT = 16  # bytes, of TMA's strides
@@ -83,7 +83,7 @@ def weights_from(
     matrices: Sequence[Tensor],
     sources: Sequence[Sequence[Any]],
     biases: Sequence[Tensor | None] = (),
-    masters: Sequence[torch.dtype] = MASTERS[:1],
+    masters: Sequence[torch.dtype] = BF16_MASTERS,
 ) -> ExpertWeights:
     """Return experts as a layer takes them: cast to bf16 unless matrices have a dtype of `masters`, biases to fp32.
 

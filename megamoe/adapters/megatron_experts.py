@@ -20,7 +20,7 @@ from megamoe.adapters.library_activations import candidates, matching
 from megamoe.adapters.library_parameters import as_one, joined, tie, weights_from
 from megamoe.core.config import Activation
 from megamoe.core.errors import ConfigError
-from megamoe.formats.weights import MASTERS, ExpertWeights
+from megamoe.formats.weights import BF16_MASTERS, MASTERS, ExpertWeights
 
 # Options of TransformerConfig that a layer does not follow: what they have to be instead.
 _OFF = {
@@ -199,7 +199,7 @@ def weights_of(
     # Without copies nobody reads the sources, and there are hundreds of parameters.
     sources = [parameters[n] if copies else () for n in ("w13", "w2")]
     biases = [torch.stack(parameters[n]) for n in ("b13", "b2") if n in parameters]
-    return weights_from((w13, w2), sources, biases, MASTERS if copies else MASTERS[:1])
+    return weights_from((w13, w2), sources, biases, MASTERS if copies else BF16_MASTERS)
 
 
 def _parameters(experts: Any) -> dict[str, list[Any]]:

@@ -14,7 +14,7 @@ from megamoe.adapters.library_activations import candidates, matching
 from megamoe.adapters.library_parameters import in_turn, joined, local, tie, weights_from
 from megamoe.core.config import Activation, activation_by_name
 from megamoe.core.errors import ConfigError
-from megamoe.formats.weights import MASTERS, ExpertWeights
+from megamoe.formats.weights import BF16_MASTERS, ExpertWeights
 
 
 def activation_of(config: Any) -> Activation:
@@ -31,7 +31,7 @@ def activation_of(config: Any) -> Activation:
     return matching(gate, tried, "GptOssGroupedExperts")
 
 
-def weights_of(experts: Any, masters: tuple[torch.dtype, ...] = MASTERS[:1]) -> ExpertWeights:
+def weights_of(experts: Any, masters: tuple[torch.dtype, ...] = BF16_MASTERS) -> ExpertWeights:
     """Return the experts as a layer takes them: this rank's part, cast to bf16 unless it has a dtype of `masters`.
 
     w1 and w3 are copied unless w3 lies behind w1 in one tensor; the others are read in place.

@@ -76,8 +76,8 @@ class _Matrix(NamedTuple):
         step, ends = max(1, PANEL_BYTES // (2 * n * k)), [0, *rows.ends]
         while last < num:
             first, last = last, min(last + step, num)
-            experts, of = slice(first, last), slice(ends[first], ends[last])
-            if of.start == of.stop:
+            experts, row_slice = slice(first, last), slice(ends[first], ends[last])
+            if row_slice.start == row_slice.stop:
                 continue
             shape = (last - first, n + rank, k) if backward else (last - first, n, k + rank)
             panel = self.b.new_empty(shape)
@@ -86,8 +86,8 @@ class _Matrix(NamedTuple):
             assert self.scale is not None
             packed = self.packed[experts], self.scale[experts]
             dequantize_mxfp4(*packed, self.planes, panel[:, :n, :k])
-            offs = rows.offs[experts] - of.start
-            made.append(product(panel if backward else panel.mT, of, experts, offs))
+            offs = rows.offs[experts] - row_slice.start
+            made.append(product(panel if backward else panel.mT, row_slice, experts, offs))
         return [torch.cat(parts) for parts in zip(*made, strict=True)]
 
     def gradients(self, x: Tensor, dy: Tensor, rows: _Rows) -> tuple[Tensor, Tensor]:
@@ -101,7 +101,7 @@ class _Matrix(NamedTuple):
 
 def _times(t: Tensor) -> Callable[..., Any]:
     """Return the product of multiply() that multiplies rows t, as append_product() has made them."""
-    return lambda w, of, _, offs: (_mm(t[of], w, offs=offs),)
+    return lambda w, row_slice, _, offs: (_mm(t[row_slice], w, offs=offs),)
 
 
 class _Experts(torch.autograd.Function):

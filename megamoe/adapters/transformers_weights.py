@@ -25,7 +25,7 @@ from megamoe.core.config import Activation
 from megamoe.core.errors import ConfigError
 from megamoe.core.table import SCALE_GROUP
 from megamoe.formats.fp4 import read_biases
-from megamoe.formats.weights import MASTERS, ExpertWeights
+from megamoe.formats.weights import BF16_MASTERS, ExpertWeights
 
 _LIMITS, _ALPHAS = ("limit", "swiglu_limit"), ("alpha", "swiglu_alpha")  # as modules name them
 FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
@@ -53,7 +53,7 @@ def precisions_of(module: Any) -> tuple[str, ...]:
     return ()
 
 
-def weights_of(module: Any, masters: tuple[torch.dtype, ...] = MASTERS[:1]) -> ExpertWeights:
+def weights_of(module: Any, masters: tuple[torch.dtype, ...] = BF16_MASTERS) -> ExpertWeights:
     """Return a module's experts as a layer takes them: views wherever their memory can be read as it lies.
 
     masters: float types that are not cast. Only floats get gradients. Raises ConfigError for what no layer reads.

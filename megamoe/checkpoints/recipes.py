@@ -208,8 +208,8 @@ def _check_compressed(name: str, recipe: dict[str, Any], case: _Case, said: _Rec
     schemes = recipe.get("config_groups") or {}
     if not isinstance(schemes, dict) or not all(isinstance(s, dict) for s in schemes.values()):
         _refuse(f"{name}.config_groups", schemes, "schemes by the names of their groups", case)
-    for of in sorted(_groups_of(f"{name}.config_groups", schemes, case)):
-        case.check(f"{name}.config_groups.{of}", schemes[of], said)
+    for group in sorted(_groups_of(f"{name}.config_groups", schemes, case)):
+        case.check(f"{name}.config_groups.{group}", schemes[group], said)
 
 
 def _groups_of(name: str, schemes: dict[str, Any], case: _Case) -> set[str]:
@@ -219,18 +219,18 @@ def _groups_of(name: str, schemes: dict[str, Any], case: _Case) -> set[str]:
     one of several names.
     """
     every = {
-        of: _Targets(f"{name}.{of}.targets", scheme.get("targets"), case)
-        for of, scheme in schemes.items()
+        group: _Targets(f"{name}.{group}.targets", scheme.get("targets"), case)
+        for group, scheme in schemes.items()
     }
     groups = set()
     for names in case.modules:
         found = set()
         for module in names:
-            ranks = {of: f[0] for of, t in every.items() if (f := t.naming(module)) is not None}
-            found |= {of for of, rank in ranks.items() if rank == min(ranks.values())}
-        found = found or {of for of, targets in every.items() if _CLASS in targets.exact}
+            ranks = {g: f[0] for g, t in every.items() if (f := t.naming(module)) is not None}
+            found |= {group for group, rank in ranks.items() if rank == min(ranks.values())}
+        found = found or {group for group, targets in every.items() if _CLASS in targets.exact}
         if not found:
-            seen = {of: scheme.get("targets") for of, scheme in schemes.items()}
+            seen = {group: scheme.get("targets") for group, scheme in schemes.items()}
             _refuse(f"{name}, targets", seen, f"one of {names[0]}", case)
         groups |= found
     return groups

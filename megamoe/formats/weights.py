@@ -325,11 +325,12 @@ def _kind(problem: Problem) -> str:
 
 
 MASTERS = torch.bfloat16, torch.float32
+BF16_MASTERS = MASTERS[:1]
 
 
 def master_types(problem: Problem) -> tuple[torch.dtype, ...]:
     """Return the dtypes that masters may have: fp32 too where the precision quantizes them."""
-    return MASTERS if problem.formats.w.scaled else MASTERS[:1]
+    return MASTERS if problem.formats.w.scaled else BF16_MASTERS
 
 
 def masters_of(problem: Problem, w13: Tensor) -> torch.dtype | None:

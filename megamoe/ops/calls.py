@@ -80,10 +80,10 @@ class Plan:
                 for plan in plans:
                     plan.allocated(tensors[i])
             for block, places in self._launches:
-                of = [0 if p is None else tensors[p[0]].data_ptr() + p[1] for p in places]
-                block.launch(of, current_stream_handle(device.index))
+                addresses = [0 if p is None else tensors[p[0]].data_ptr() + p[1] for p in places]
+                block.launch(addresses, current_stream_handle(device.index))
                 for plan in plans:
-                    plan.launched(block, of)
+                    plan.launched(block, addresses)
         if self._results is None:
             return None
         results = [tensors[i] for i in self._results]
@@ -109,8 +109,8 @@ def repeats(function: F, seen: bool = False) -> F:
         if not seen and is_observed():
             return function(*args, **options)
         given = (*args, *options.values())
-        of = [_facts(v) if isinstance(v, Tensor) else (type(v), v) for v in given]
-        key: Any = (function, *margins[-1:], *options, *of)
+        facts = [_facts(v) if isinstance(v, Tensor) else (type(v), v) for v in given]
+        key: Any = (function, *margins[-1:], *options, *facts)
         try:
             known, plan = key in _plans, _plans.get(key)
         except TypeError:  # an argument of a wrong type, which the checks name

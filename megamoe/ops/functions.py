@@ -158,13 +158,13 @@ def grouped_mm_act(
     quantizes = output_dtype == quantization.E4M3
     columns = act.planes, interleaved, quantizes
     given = Given(mat_a, mat_b, groups, bias, row_scale, *columns, num_recipes=2)
-    of = given.check(scales, recipe)
+    placed = given.check(scales, recipe)
     by_block = recipe is not None or (scales and scales[3] == ScalingType.BlockWise128x128)
     if transposed and not (quantizes and by_block):
         checks.refuse("transposed", True, "False unless h is e4m3 and operands are FP8 by block")
     plain = not scales and not quantizes
     saves = return_pre or (plain and records((mat_a, mat_b, bias, row_scale)))
-    call = mat_a, mat_b, *groups, bias, *of, quantizes + transposed, act.kind, _numbers(act)
+    call = mat_a, mat_b, *groups, bias, *placed, quantizes + transposed, act.kind, _numbers(act)
     h, pre, scale, *of_h = operators.grouped_mm(*call, interleaved, saves, row_scale)
     found = h, *((scale,) if quantizes else ()), *(of_h if transposed else ())
     found += (pre,) if return_pre else ()
@@ -215,7 +215,7 @@ def grouped_mm_dact(
     interleaved, groups = checks.interleaved(glu, act), Groups(offs, alignment)
     names = "grad", "mat_b", ""
     given = Given(grad, mat_b, groups, None, row_scale, names=names, num_recipes=1)
-    of = given.check(scales, recipe)
+    placed = given.check(scales, recipe)
     checks.check_rows("pre", pre, grad)
     if pre.shape[1] != act.planes * mat_b.shape[2]:
         expected = f"[{grad.shape[0]}, {act.planes * mat_b.shape[2]}]"
@@ -226,7 +226,7 @@ def grouped_mm_dact(
     if quantizes and (odd or not (scales or recipe)):
         expected = "bfloat16 unless operands are FP8, gate and up halves, and I a multiple of 128"
         checks.refuse("output_dtype", output_dtype, expected)
-    call = grad, mat_b, pre, *groups, act.kind, _numbers(act), interleaved, *of, row_scale
+    call = grad, mat_b, pre, *groups, act.kind, _numbers(act), interleaved, *placed, row_scale
     d_pre, h, d_scale, *more = operators.grouped_activation_gradient(*call, quantizes)
     found = (d_pre, more[0], *more[2:], h, more[1]) if quantizes else (d_pre, h)
     return found if row_scale is None else (*found, d_scale)
@@ -256,13 +256,13 @@ def grouped_mm_wgrad(
         ArgumentError: A tensor is invalid.
     """
     checks.check_mode(mat_a=mat_a, mat_b=mat_b, out=out)
-    groups, of = Groups(offs, alignment), list[Tensor]()
+    groups, placed = Groups(offs, alignment), list[Tensor]()
     if scales:
-        a, b, *of = checks.outer_of_e4m3(mat_a, mat_b, scales, groups, out)
+        a, b, *placed = checks.outer_of_e4m3(mat_a, mat_b, scales, groups, out)
     else:
         a, b, num = checks.outer(mat_a, mat_b, groups)
         checks.check_sums(out, (num, a.shape[1], b.shape[1]), a, b, offs)
-    operators.grouped_wgrad_add(a, b, *groups, out, *of)
+    operators.grouped_wgrad_add(a, b, *groups, out, *placed)
     return out
 
 

@@ -144,24 +144,24 @@ def grouped_activation_gradient(
     suffix = "-quantizes" * quantizes + "-scales" * (row_scale is not None)
     variant = fused.variant("gradient", given, suffix)
     machine = machine_of(dy.device, variant)
-    dgu, h, d_scale, *of = _empty_gradients(gu, w, row_scale, quantizes)
+    dgu, h, d_scale, *more = _empty_gradients(gu, w, row_scale, quantizes)
     if machine is None:
         assert fused.act is not None
         call = *dequantized(given, groups), gu, groups, fused.act, row_scale, interleaved
         dgu, h, d_scale = reference.gradient(*call)
         dgu, h = dgu.bfloat16(), h.bfloat16()
         if not quantizes:
-            return dgu, h, d_scale, *of
+            return dgu, h, d_scale, *more
         (q, scale), of_h = rows_by_group(dgu, groups, len(w)), transposed_rows(h, groups, len(w))
         return q, of_h[0], d_scale, scale, of_h[1], *transposed_rows(dgu, groups, len(w), True)
     gemm = Gemm(given, groups, dgu, None, fused.act, interleaved, gu=gu, h=h, reads=True)
     if quantizes:
-        gemm.h, gemm.out_scale, gemm.transposed = None, of[0], (h, *of[1:])
+        gemm.h, gemm.out_scale, gemm.transposed = None, more[0], (h, *more[1:])
     if row_scale is not None:
         parts = d_scale.new_zeros(len(gu), -(-h.shape[1] // TILE_COLUMNS) + 1)
         gemm.row_scale, gemm.d_scale = row_scale, parts
-    _run(machine, variant, gemm, (dgu, h, d_scale, *of))
-    return dgu, h, d_scale if row_scale is None else parts.sum(1), *of
+    _run(machine, variant, gemm, (dgu, h, d_scale, *more))
+    return dgu, h, d_scale if row_scale is None else parts.sum(1), *more
 
 
 @_op(
@@ -241,8 +241,10 @@ def _activated(
         wide, pre = reference.activation(*call)
         if quantizes:
             h, scale = rows_by_group(wide, groups, len(given.w))
-        of = transposed_rows(wide.bfloat16(), groups, len(given.w)) if quantizes > 1 else empty[3:]
-        return h if quantizes else wide.bfloat16(), pre.bfloat16() if saves else gu, scale, *of
+        more = empty[3:]
+        if quantizes > 1:
+            more = transposed_rows(wide.bfloat16(), groups, len(given.w))
+        return h if quantizes else wide.bfloat16(), pre.bfloat16() if saves else gu, scale, *more
     left, of_h = gu if saves else None, scale if quantizes else None
     bias = None if bias is None else bias.float().contiguous()
     gemm = Gemm(given, groups, h, bias, *fused[:2], left, None, of_h, row_scale)
