@@ -305,25 +305,31 @@ FLAWS = {
 }  # fmt: skip
 
 
+def in_four_orders() -> None:
+    """Compare pushed launches with ordinary ones, whose bits they have."""
+    problem = Problem(144, 144, 8, 3, ep_size=2, max_tokens=130, precision="fp8")
+    emulation = emulation_of(problem, 4, timeout_s=60)
+    counts = ((9, 40), (64, 3), (8, 70), (33, 33), (130, 40))
+    launches = [calls_of(problem, tokens, seed=s) for s, tokens in enumerate(counts)]
+    expected = [emulation.forward_all(calls) for calls in launches]
+    for seed in range(4):
+        for calls, ys in zip(launches, expected, strict=True):
+            found = emulation.forward_all(calls, kind="push", seed=seed)
+            assert all(same_bits(y, e) for y, e in zip(found, ys, strict=True))
+    test_ids_of_no_expert_and_twice_the_same()
+
+
+@pytest.mark.flaws
+def test_no_flaw_is_seen_where_none_is() -> None:
+    in_four_orders()
+
+
 @pytest.mark.flaws
 @pytest.mark.parametrize("flaw", names(FLAWS))
 def test_a_flaw_is_seen(flaw: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def run() -> None:
-        problem = Problem(144, 144, 8, 3, ep_size=2, max_tokens=130, precision="fp8")
-        emulation = emulation_of(problem, 4, timeout_s=60)
-        counts = ((9, 40), (64, 3), (8, 70), (33, 33), (130, 40))
-        launches = [calls_of(problem, tokens, seed=s) for s, tokens in enumerate(counts)]
-        expected = [emulation.forward_all(calls) for calls in launches]
-        for seed in range(4):
-            for calls, ys in zip(launches, expected, strict=True):
-                found = emulation.forward_all(calls, kind="push", seed=seed)
-                assert all(same_bits(y, e) for y, e in zip(found, ys, strict=True))
-        test_ids_of_no_expert_and_twice_the_same()
-
-    run()
     plant(FLAWS[flaw], monkeypatch, tmp_path / "flaw")
     with pytest.raises(SEEN):
-        run()
+        in_four_orders()
 
 
 def test_the_numbers_of_tokens_are_the_kernels() -> None:
