@@ -1,6 +1,6 @@
 """Fill what a training launch needs in addition: the state of its call and, for backward, the other operands.
 
-    train      arguments.fill_static, fill_weights, fill_call; fill_train_state
+    train      arguments.fill_static, fill_weights, fill_pointers; fill_train_state
     backward   once: arguments.fill_static; fill_backward, fill_backward_weights. In each call: fill_train_state,
                fill_gradients, fill_backward_call. Weight gradients of stashed passes: fill_stashed_weights
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megamoe.core.config import Problem
-from megamoe.core.table import by_precision
+from megamoe.core.table import PRECISIONS, TRAINED
 from megamoe.testing.compare import Tolerance, rounding_step
 from megamoe.testing.intermediates import (
     BF16_STEP,
@@ -29,7 +29,7 @@ OF_DX = ("dx_rows", "partials", "dx")
 # dgu, a row, a partial and dx are rounded, sqrt(5) * 1.7e-3 = 3.7e-3. FP8: forward's quantized x and weights move the
 # pre-activations, and x itself in dw13, by 2.6e-2 each; staged computes with quantized weights and h in backward, too.
 # Packed weights: backward is BF16's, forward's pre-activations are moved as in FP8 if x is quantized.
-FP32_LIMIT = by_precision({"bf16": 1e-2, "fp8": 1e-1})
+FP32_LIMIT = {name: 1e-1 if PRECISIONS[name].x.scaled else 1e-2 for name in TRAINED}
 # Single elements of dgu and hs: the noise of dh, 1e-3 of its root mean square among millions (above), where it
 # meets a large derivative of the activation, up to five times the average.
 # FP8 keeps fewer bits of dh's sums: as many times SUM_NOISE.

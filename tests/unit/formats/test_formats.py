@@ -20,7 +20,7 @@ from megamoe.formats.weights import ExpertWeights, expected_weights
 from megamoe.jit.source import Variant, variants
 from megamoe.launch import layout
 from megamoe.launch.cache import QuantizedCache
-from megamoe.testing import intermediates, make_inputs, make_weights
+from megamoe.testing import gradients, intermediates, make_inputs, make_weights
 
 ROOT = Path(__file__).resolve().parents[3]
 SOURCES = sorted(
@@ -59,6 +59,7 @@ def test_a_table_has_a_row_for_every_precision() -> None:
     found = table.by_precision({"bf16": 1, "fp8": 2, "fp8_channel": 3})
     assert list(found) == list(table.PRECISIONS)
     assert list(found.values()) == [1, 2, 3, 2, 1, 1]
+    assert set(gradients.FP32_LIMIT) == set(table.TRAINED)
 
 
 @pytest.mark.parametrize("precision", table.PRECISIONS.values(), ids=lambda p: p.name)
